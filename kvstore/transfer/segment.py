@@ -1,0 +1,29 @@
+"""What a remote process must know of a piece of registered memory: who owns it, how large it is, how to reach it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Text = Annotated[str, Meta(max_length=500)]
+Size = Annotated[int, Meta(ge=0, lt=2**63)]
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One transfer engine. `epoch` is random per process: a restart on the same address is another peer."""
+
+    epoch: Size
+    host_id: Text  # equal host ids may share memory; tests and benches set different ones to force the network
+    rails: list[tuple[Text, Annotated[int, Meta(ge=0, lt=65536)]]]  # (host, port) of every TCP listener, one per NIC
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Registered memory at `peer`, addressed one-sidedly by (name, byte offset)."""
+
+    peer: Peer
+    name: Text
+    nbytes: Size
+    location: Text = "cpu:0"
+    shm_path: Text = ""  # file under /dev/shm that holds it, "" if it is private memory

@@ -1,0 +1,111 @@
+"""Three verbs between workers and model: prefill, insert, generate. Arrays in, arrays out; no jax here.
+
+A prefill or decode worker owns one engine and calls it from one thread. The real engines are
+`mooncake_jax.engine.jax_prefill` and `jax_decode`; tests use a fake whose arithmetic a person can do.
+KV crosses this contract block-major, `[M, l, K, 2, Z, H]` for M blocks of a layer group of l layers: the bytes of
+`kvstore.block.BlockFormat`, so that a block's layer group is one contiguous range on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvstore.block import BlockFormat
+from mooncake_jax.request import Sampling
+
+
+class GroupKV(NamedTuple):
+    """New KV of one layer group, ready while later groups still compute. `blocks` is valid until the array is dropped."""
+
+    group: int
+    first_block: int
+    blocks: np.ndarray  # [M, l, K, 2, Z, H]; rows past the chunk's last token are undefined and must not be read
+
+
+class Sampled(NamedTuple):
+    """Last item of the final chunk: the first token of the answer."""
+
+    token: int
+    logprob: float
+
+
+class PrefillEngine(Protocol):
+    """Computes prompts chunk by chunk into device slots."""
+
+    format: BlockFormat
+    fingerprint: bytes
+    max_tokens: int
+    num_slots: int
+    tile_tokens: int  # the most tokens one `prefill` call may take; a multiple of the block size
+
+    def warm_up(self) -> None:
+        """Compile everything that serving can need; `compiles_after_ready` counts from here."""
+
+    @property
+    def compiles_after_ready(self) -> int: ...
+
+    def prefill(
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        start: int,
+        *,
+        load: Callable[[int], Sequence[np.ndarray]] | None = None,
+        sample: Sampling | None = None,
+    ) -> Iterator[GroupKV | Sampled]:
+        """Compute `tokens` (`[T]`, T ≤ `tile_tokens`) at positions start … start+T-1 of `slot`; start is a multiple of Z.
+
+        `load(group)`, given on the first tile of a request with a reused prefix, returns that layer group's range of each
+        of the `start // Z` prefix blocks, in order (views of store memory, `[l, K, 2, Z, H]` each); it may block until
+        they have arrived, and is called right before the group that needs it. Yields one GroupKV per layer group,
+        in order, then, if `sample` is given (last tile), one Sampled with step 0 of its seed. The cache is written for
+        valid tokens only: padding is never read by anyone. Raises ValueError for tokens or positions out of range;
+        whatever `load` raises passes through, and the slot may be used again.
+        """
+        ...
+
+
+class BatchRows(NamedTuple):
+    """One decode step, a row per slot of the batch; rows of inactive slots are ignored."""
+
+    active: np.ndarray  # [B] bool
+    tokens: np.ndarray  # [B] int32: the last token of each row, not yet in the cache
+    positions: np.ndarray  # [B] int32: where that token goes
+    steps: np.ndarray  # [B] int32: index of the token to be drawn, for the key f(seed, step)
+    temperature: np.ndarray  # [B] float32
+    top_k: np.ndarray  # [B] int32
+    top_p: np.ndarray  # [B] float32
+    seed: np.ndarray  # [B] uint32
+
+
+class DecodeEngine(Protocol):
+    """Generates for a batch of slots, one token a step (continuous batching is the worker's)."""
+
+    format: BlockFormat
+    fingerprint: bytes
+    max_tokens: int
+    num_slots: int
+    insert_blocks: int  # the most blocks one `insert` call may take
+
+    def warm_up(self) -> None: ...
+
+    @property
+    def compiles_after_ready(self) -> int: ...
+
+    def insert(self, slot: int, first_block: int, blocks: np.ndarray) -> None:
+        """Put `blocks` (`[M, L, K, 2, Z, H]`, M ≤ `insert_blocks`) at block `first_block` of `slot`."""
+        ...
+
+    def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
+        """One step for every active row: `([B] int32 tokens, [B] float32 log probabilities)`.
+
+        Lower slots are cheaper: the step's cost grows with the highest active slot.
+        """
+        ...
+
+    def extract(self, slot: int, block: int) -> np.ndarray:
+        """The bytes of one full block of `slot`, `[L, K, 2, Z, H]`, in an array of its own."""
+        ...

@@ -1,0 +1,136 @@
+"""One frozen record per hop of a request's life: Request → Placement → StagingHandle → FirstToken → TokenEvent.
+
+Roles (frontend, Conductor, prefill, decode) share these records and the service tables of `mooncake_jax.messages`,
+and nothing else. All times are seconds, all sizes bytes (`nbytes`) or tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvstore.transfer.segment import Segment
+
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Epoch = Annotated[int, Meta(ge=0, lt=2**63)]
+MAX_PROMPT_TOKENS = 1 << 20
+
+FinishReason = Literal["stop", "length"]
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How a token is drawn. `temperature` 0 is greedy; the key of step i is f(`seed`, i), never the slot."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # 0: no limit
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A validated, tokenised request, as it leaves the frontend."""
+
+    request_id: Name
+    tokens: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
+    sampling: Sampling = Sampling()
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []  # any of these ends the text; empty: none does
+    salt: Annotated[str, Meta(max_length=1024)] = ""  # the tenant's; part of every block key
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """One process of one role, recognised by its random `epoch` and not by its address alone."""
+
+    name: Name
+    address: Name  # gRPC host:port
+    epoch: Epoch
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """What the Conductor decided (Algorithm 1): the pair, and where the prefix comes from."""
+
+    request_id: Name
+    prefill: Instance
+    decode: Instance
+    keys: list[bytes]  # of the prompt's full blocks, in order; prefill re-derives and compares them
+    local_blocks: Count  # leading blocks expected in the prefill instance's home DRAM
+    fetch_blocks: Count  # leading blocks to have after fetching from `fetch_from` (0: nothing to fetch)
+    fetch_from: str  # store node that holds them; "" if none
+    ttft_forecast_seconds: Seconds
+    tbt_forecast_seconds: Seconds
+
+
+class StagingHandle(msgspec.Struct, frozen=True):
+    """The region of a decode instance's registered memory that a prefill instance streams one request's KV into.
+
+    Layout at `offset` of `segment`: flags `[num_blocks, num_groups, 2]` as little-endian u32 (generation, crc32 of that
+    block's layer group), padded to 4096 bytes; then `num_blocks` blocks in the one block layout. A (block, group) has
+    arrived when its flag carries this handle's generation; decode checks bytes against the crc before use.
+    """
+
+    instance: Name
+    epoch: Epoch
+    slot: Count
+    generation: Annotated[int, Meta(ge=1, lt=2**32)]
+    segment: Segment
+    offset: Count
+    num_blocks: Count
+
+
+class PrefillRequest(msgspec.Struct, frozen=True):
+    """Frontend → prefill: compute this prompt, stream its KV to `staging`. Without staging: fill the store only."""
+
+    request: Request
+    placement: Placement
+    staging: StagingHandle | None
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
+    """Prefill → frontend, as soon as the first token is sampled (KV may still be on its way to decode)."""
+
+    token: TokenId
+    logprob: float
+    cached_tokens: Count  # prompt tokens whose KV was reused, wherever it came from
+    fetched_tokens: Count  # of these, the ones that came from another node
+
+
+class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
+    """Prefill → frontend, when everything promised has arrived at decode."""
+
+    queue_seconds: Seconds
+    prefill_seconds: Seconds
+    stream_tail_seconds: Seconds  # from the first token to the last byte at decode: transfer that was not hidden
+    streamed_nbytes: Count
+
+
+PrefillEvent = FirstToken | PrefillDone
+
+
+class ReserveRequest(msgspec.Struct, frozen=True):
+    """Frontend → decode: hold staging memory and a place in the batch for a prompt of `prompt_tokens`."""
+
+    request_id: Name
+    epoch: Epoch
+    prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
+
+
+class DecodeRequest(msgspec.Struct, frozen=True):
+    """Frontend → decode: go on from `first_token` with the KV behind `handle`. A handle is good once."""
+
+    request: Request
+    handle: StagingHandle
+    first_token: TokenId
+
+
+class TokenEvent(msgspec.Struct, frozen=True):
+    """Decode → frontend: the next tokens with their log probabilities; `finish` is set on the last event."""
+
+    tokens: list[TokenId]
+    logprobs: list[float]
+    finish: FinishReason | None = None
