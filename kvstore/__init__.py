@@ -1,0 +1,30 @@
+"""The global KVCache store: `Directory` (who holds what), `Node` (DRAM slots) and `Client` (put, get,
+exists, remove).
+"""
+
+from kvstore.block import BlockFormat, chain_keys, root_key
+from kvstore.client import Client
+from kvstore.directory import Directory
+from kvstore.index import PrefixIndex, PrefixMatch
+from kvstore.node import Lease, Node, NodeConfig, Reservation
+from kvstore.remote_lease import RemoteLease
+from kvstore.remote_put import PutResult
+from kvstore.watch import DirectoryReplica, ReplicaListener
+
+__all__ = [
+    "BlockFormat",
+    "Client",
+    "Directory",
+    "DirectoryReplica",
+    "Lease",
+    "Node",
+    "NodeConfig",
+    "PrefixIndex",
+    "PrefixMatch",
+    "PutResult",
+    "RemoteLease",
+    "ReplicaListener",
+    "Reservation",
+    "chain_keys",
+    "root_key",
+]

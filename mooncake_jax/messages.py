@@ -57,7 +57,7 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     queued_tokens: Count  # prefill: uncached tokens not yet computed
     used_slots: Count
     kv_tokens: Count  # decode: tokens held in the device cache
-    tokens_per_second: float  # recent: prefill computed, decode generated
+    tokens_per_second: float  # recent, while busy: prefill computed, decode generated; 0: none yet
     counters: dict[str, float]  # bytes moved by path, compiles after ready, ...: summed into /metrics
 
 
@@ -80,7 +80,7 @@ class RequestEnd(msgspec.Struct, frozen=True):
     request_id: Name
     phase: Literal["prefill", "decode", "all"]
     ok: bool
-    seconds: Seconds  # how long the phase took, to be compared with the forecast
+    seconds: Seconds  # prefill: `PrefillDone.prefill_seconds`, compared with the forecast; else how long it took
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):

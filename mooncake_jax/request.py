@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvstore.transfer.segment import Segment
+from kvstore.transfer.segment import Segment, Size
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Epoch = Annotated[int, Meta(ge=0, lt=2**63)]
+Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Nbytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 MAX_PROMPT_TOKENS = 1 << 20
 
 FinishReason = Literal["stop", "length"]
@@ -78,7 +79,7 @@ class StagingHandle(msgspec.Struct, frozen=True):
     slot: Count
     generation: Annotated[int, Meta(ge=1, lt=2**32)]
     segment: Segment
-    offset: Count
+    offset: Nbytes
     num_blocks: Count
 
 
@@ -105,7 +106,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
     queue_seconds: Seconds
     prefill_seconds: Seconds
     stream_tail_seconds: Seconds  # from the first token to the last byte at decode: transfer that was not hidden
-    streamed_nbytes: Count
+    streamed_nbytes: Nbytes
 
 
 PrefillEvent = FirstToken | PrefillDone

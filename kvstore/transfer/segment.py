@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Text = Annotated[str, Meta(max_length=500)]
-Size = Annotated[int, Meta(ge=0, lt=2**63)]
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Peer(msgspec.Struct, frozen=True):

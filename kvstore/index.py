@@ -1,0 +1,126 @@
+"""Prefix match over all store nodes at once (Algorithm 1, FindBestPrefixMatch): key → bitmask of nodes.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class PrefixMatch(NamedTuple):
+    """The first `num_blocks` keys of a chain are all held by `node`."""
+
+    node: str
+    num_blocks: int
+
+
+class PrefixIndex:
+    """Who holds which key. Not thread-safe.
+
+    Keys are chained (a key names its block and everything before it), so only leading runs count: a node that
+    holds blocks 0, 1 and 3 matches 2.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[bytes, int] = {}
+        self._bits: dict[str, int] = {}
+        self._names: list[str] = []  # by bit; "" where it is free
+        self._held: dict[str, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        """Number of distinct keys."""
+        return len(self._masks)
+
+    @property
+    def nodes(self) -> list[str]:
+        return list(self._bits)
+
+    def bit(self, node: str) -> int:
+        """The node's bit number, given at first sight and kept until it is forgotten; then it may be given
+        again.
+        """
+        bit = self._bits.get(node)
+        if bit is None:
+            if "" in self._names:
+                bit = self._names.index("")
+                self._names[bit] = node
+            else:
+                bit = len(self._names)
+                self._names.append(node)
+            self._bits[node] = bit
+            self._held[node] = set()
+        return bit
+
+    def add(self, node: str, keys: Iterable[bytes]) -> None:
+        """`node` holds `keys`."""
+        mask = 1 << self.bit(node)
+        masks, held = self._masks, self._held[node]
+        for key in keys:
+            masks[key] = masks.get(key, 0) | mask
+            held.add(key)
+
+    def remove(self, node: str, keys: Iterable[bytes]) -> None:
+        """`node` no longer holds `keys`; those it never held are no error."""
+        if node not in self._bits:
+            return
+        held = self._held[node]
+        self._clear(self._bits[node], held.intersection(keys), held)
+
+    def forget(self, node: str) -> None:
+        """`node` is gone, with all it held."""
+        bit = self._bits.pop(node, None)
+        if bit is None:
+            return
+        self._names[bit] = ""
+        held = self._held.pop(node)
+        self._clear(bit, tuple(held), held)
+
+    def keys(self, node: str) -> set[bytes]:
+        """What `node` holds (a copy)."""
+        return set(self._held.get(node, ()))
+
+    def num_keys(self, node: str) -> int:
+        return len(self._held.get(node, ()))
+
+    def holders(self, key: bytes) -> list[str]:
+        """The nodes that hold `key`."""
+        return self._nodes_of(self._masks.get(key, 0))
+
+    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
+        """For every node that holds `keys[0]`, the length of its leading run; shortest first.
+
+        O(len of the longest).
+        """
+        if not keys:
+            return []
+        masks = self._masks
+        matches: list[PrefixMatch] = []
+        alive = masks.get(keys[0], 0)
+        length = 0
+        while alive:
+            length += 1
+            both = alive & masks.get(keys[length], 0) if length < len(keys) else 0
+            if both != alive:
+                matches.extend(PrefixMatch(node, length) for node in self._nodes_of(alive & ~both))
+                alive = both
+        return matches
+
+    def _nodes_of(self, mask: int) -> list[str]:
+        nodes = []
+        while mask:
+            low = mask & -mask
+            nodes.append(self._names[low.bit_length() - 1])
+            mask ^= low
+        return nodes
+
+    def _clear(self, bit: int, keys: Iterable[bytes], held: set[bytes]) -> None:
+        masks, others = self._masks, ~(1 << bit)
+        for key in keys:
+            held.discard(key)
+            left = masks[key] & others
+            if left:
+                masks[key] = left
+            else:
+                del masks[key]

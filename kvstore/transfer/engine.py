@@ -1,0 +1,243 @@
+"""The transfer engine: batches of one-sided reads and writes, each over the best path (paper, Listing 1)."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvstore.transfer.batch import Batch, Frame
+from kvstore.transfer.faults import Faults
+from kvstore.transfer.orders import Order, orders
+from kvstore.transfer.pacing import Pacer
+from kvstore.transfer.registry import Registry
+from kvstore.transfer.request import TransferRequest
+from kvstore.transfer.segment import Peer, Segment
+from kvstore.transfer.status import Counters, Path, TransferError, TransferStatus
+from kvstore.transfer.transport.loopback import LoopbackPath
+from kvstore.transfer.transport.shm import SharedMemoryPath
+from kvstore.transfer.transport.tcp import TcpPath
+from kvstore.transfer.transport.tcp_server import TcpServer, listen
+
+CONNECTIONS_PER_PEER = 2
+_NOWHERE = frozenset(("", "0.0.0.0", "::"))
+
+
+class _Mover(Protocol):
+    """A path: it takes frames, ends each of them, and fails what is left when it is closed."""
+
+    num_lanes: int  # frames of one submit that may move at the same time
+
+    def submit(self, frames: list[Frame]) -> None: ...
+    def close(self) -> None: ...
+
+
+def choose_path(own: Peer, target: Segment) -> Path:
+    """The best path to a segment: its own engine's memory, then shared memory, then the network."""
+    if target.peer.epoch == own.epoch:
+        return "loopback"
+    if target.peer.host_id == own.host_id and target.shm_path:
+        return "shm"
+    return "tcp"
+
+
+class TransferEngine:
+    """Serves this process's registered memory to others, and moves bytes to and from theirs. Thread-safe.
+
+    `peer` tells others how to reach it; `faults` may be set at any time. Its threads serve until it is
+    closed.
+    """
+
+    def __init__(
+        self,
+        *,
+        host_id: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        rate_limit_nbytes_per_second: float | None = None,
+        timeout_seconds: float = 10.0,
+        connections_per_peer: int = CONNECTIONS_PER_PEER,
+        faults: Faults | None = None,
+    ):
+        """Binds (host, port), an address that peers can dial; port 0 lets the OS choose.
+
+        Args:
+            host_id: engines with equal ids share /dev/shm.
+            rate_limit_nbytes_per_second: cap on TCP payload that leaves here, to emulate a slower network.
+            timeout_seconds: from submit to the end of a transfer, unless the call says otherwise.
+            connections_per_peer: most TCP connections to one peer, each with a thread; opened as load asks.
+            faults: knobs that make requests fail on purpose.
+
+        Raises ValueError for arguments out of range, OSError if the address cannot be bound.
+        """
+        if host in _NOWHERE:
+            raise ValueError(f"host {host!r}: give the address that peers dial, it is announced to them")
+        if timeout_seconds <= 0 or connections_per_peer < 1:
+            raise ValueError(f"not positive: {timeout_seconds=} or {connections_per_peer=}")
+        self.faults = faults
+        self._timeout_seconds = timeout_seconds
+        self._counters = Counters()
+        self._lock = threading.Lock()
+        self._batches: dict[int, Batch] = {}
+        self._batch_ids = itertools.count(1)
+        self._closed = False
+        self._pacer = None if rate_limit_nbytes_per_second is None else Pacer(rate_limit_nbytes_per_second)
+        listener = listen(host, port)
+        epoch = secrets.randbits(63)
+        self.peer = Peer(epoch, host_id, [(host, listener.getsockname()[1])])
+        self._registry = Registry(self.peer)
+        self._movers: dict[Path, _Mover] = {
+            "loopback": LoopbackPath(self._registry),
+            "shm": SharedMemoryPath(),
+            "tcp": TcpPath(epoch, connections_per_peer, self._pacer),
+        }
+        self._server = TcpServer(listener, epoch, self._registry, self._pacer)
+
+    def register_local_memory(
+        self, buffer: object, location: str = "cpu:0", *, name: str, shm_path: str = ""
+    ) -> Segment:
+        """Lets others read and write `buffer`, C-contiguous, as `name`; a read-only one serves reads only.
+
+        `shm_path` is the file of the `SharedBuffer` that the buffer is the whole of: processes of this host
+        map it, and reach it past this engine until the SharedBuffer is closed. Raises ValueError for a
+        taken or bad name or an unfit buffer, TypeError if it is none, OSError if its file is not there.
+        """
+        return self._registry.add(buffer, location, name, shm_path)
+
+    def unregister(self, name: str, *, wait_seconds: float = 0.0) -> None:
+        """Withdraws a segment.
+
+        Raises ValueError if there is none, TransferError if `wait_seconds` pass with transfers on it in
+        flight.
+        """
+        self._registry.remove(name, wait_seconds)
+
+    def allocate_batch_id(self, num_requests: int) -> int:
+        """A new batch that holds up to `num_requests` requests; free it with `free_batch_id`."""
+        if num_requests < 0:
+            raise ValueError(f"a batch of {num_requests} requests")
+        batch_id = next(self._batch_ids)
+        with self._lock:
+            self._batches[batch_id] = Batch(num_requests, self._counters)
+        return batch_id
+
+    def free_batch_id(self, batch_id: int) -> None:
+        """Forgets a batch. Raises TransferError while it is in flight, ValueError if there is none."""
+        with self._lock:
+            batch = self._batches.get(batch_id)
+            if batch is None:
+                raise _unknown(batch_id)
+            if batch.in_flight:
+                raise TransferError(f"batch {batch_id} is in flight: wait for it before it is freed")
+            del self._batches[batch_id]
+
+    def submit_transfer(
+        self, batch_id: int, requests: Sequence[TransferRequest], *, timeout_seconds: float | None = None
+    ) -> None:
+        """Starts requests and returns without waiting for the network.
+
+        They get the batch's next indices, in order. A request that is out of its segment's bounds or whose
+        peer cannot be reached ends FAILED; one not done in `timeout_seconds` (default: the engine's) ends
+        TIMEOUT.
+
+        Raises ValueError or TypeError, and starts nothing, if a request is malformed or the batch has no
+        room; TransferError if the engine is closed.
+        """
+        self._submit(self._batch(batch_id), requests, timeout_seconds)
+
+    def _submit(
+        self, batch: Batch, requests: Sequence[TransferRequest], timeout_seconds: float | None
+    ) -> None:
+        if self._closed:
+            raise TransferError("the transfer engine is closed")
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        submitted = orders(requests)
+        first = batch.claim(len(requests))
+        deadline = time.monotonic() + seconds
+        for order in submitted:
+            self._dispatch(batch, first, order, requests, deadline)
+
+    def _dispatch(
+        self, batch: Batch, first: int, order: Order, requests: Sequence[TransferRequest], deadline: float
+    ) -> None:
+        wrong, reasons = order.out_of_bounds()
+        if len(wrong):
+            batch.reject(order.rows[wrong] + first, reasons)
+            order = order.without(wrong)
+        path = choose_path(self.peer, order.target)
+        mover = self._movers[path]
+        faults = self.faults
+        if faults is None:
+            frames = order.frames(batch, first, path, deadline, mover.num_lanes)
+        else:
+            frames = []
+            for single in order.singles():
+                fault = faults.decide(path, requests[single.rows[0]])
+                frames += single.frames(batch, first, path, deadline, mover.num_lanes, fault)
+        if frames:
+            batch.open(frames)
+            mover.submit(frames)
+
+    def get_transfer_status(self, batch_id: int, index: int) -> TransferStatus:
+        """The status of the batch's request `index`.
+
+        Raises ValueError if there is no such batch, IndexError if there is no such request in it.
+        """
+        return self._batch(batch_id).status(index)
+
+    def wait(self, batch_id: int, timeout_seconds: float | None = None) -> list[TransferStatus]:
+        """Statuses, as soon as every request of the batch is final or `timeout_seconds` have passed.
+
+        It cancels nothing. Without a timeout it returns too: each request has a deadline of its own.
+        """
+        batch = self._batch(batch_id)
+        batch.wait(timeout_seconds)
+        return batch.statuses()
+
+    def transfer(self, requests: Sequence[TransferRequest], timeout_seconds: float | None = None) -> None:
+        """Moves `requests`; returns when all bytes have arrived.
+
+        Raises TransferError, when none of them is in flight any more, if some did not; else as
+        `submit_transfer`.
+        """
+        batch = Batch(len(requests), self._counters)
+        self._submit(batch, requests, timeout_seconds)
+        batch.wait(None)
+        failures = batch.failures()
+        if failures:
+            index, status = failures[0]
+            raise TransferError(
+                f"{len(failures)} of {len(requests)} requests did not complete; "
+                f"request {index}: {status.state}: {status.reason}"
+            )
+
+    def counters(self) -> dict[str, int]:
+        """Bytes that its requests have moved, by path and direction; "failed": how many did not complete."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Fails what is in flight, stops serving, and joins every thread. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._pacer is not None:
+            self._pacer.close()
+        for mover in self._movers.values():
+            mover.close()
+        self._server.close()
+        self._registry.clear()
+
+    def _batch(self, batch_id: int) -> Batch:
+        with self._lock:
+            batch = self._batches.get(batch_id)
+        if batch is None:
+            raise _unknown(batch_id)
+        return batch
+
+
+def _unknown(batch_id: int) -> ValueError:
+    return ValueError(f"batch {batch_id} was never allocated, or is freed")

@@ -1,0 +1,109 @@
+"""The memory that this process lets others read and write, by name; a segment in use is not taken away."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.transfer.segment import Peer, Segment
+from kvstore.transfer.status import TransferError
+
+MAX_NAME_CHARS = 500
+
+
+def byte_view(buffer: object) -> memoryview:
+    """A flat uint8 view of a C-contiguous buffer of any format; read-only stays read-only.
+
+    Raises TypeError if it has no buffer, ValueError if it is not C-contiguous.
+    """
+    view = memoryview(buffer)  # pyright: ignore[reportArgumentType]
+    if not view.c_contiguous:
+        raise ValueError(
+            f"buffer of shape {view.shape} and strides {view.strides} is not C-contiguous: copy it first"
+        )
+    if view.nbytes == 0:
+        return memoryview(bytearray())
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return np.frombuffer(view, np.uint8).data
+
+
+@dataclass
+class _Registration:
+    segment: Segment
+    view: memoryview
+    num_users: int = 0
+    leaving: bool = False
+
+
+class Registry:
+    """Registered segments of the engine `peer`."""
+
+    def __init__(self, peer: Peer):
+        self._peer = peer
+        self._changed = threading.Condition()
+        self._entries: dict[str, _Registration] = {}
+
+    def add(self, buffer: object, location: str, name: str, shm_path: str) -> Segment:
+        """Registers `buffer` as `name`.
+
+        Raises ValueError if the name is bad or taken, or the file `shm_path` has another size.
+        """
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise ValueError(f"segment name of {len(name)} characters: expected 1 to {MAX_NAME_CHARS}")
+        view = byte_view(buffer)
+        if shm_path and (size := os.stat(shm_path).st_size) != view.nbytes:
+            raise ValueError(
+                f"segment {name!r} has {view.nbytes} bytes, its file {shm_path} {size}: register all of it"
+            )
+        segment = Segment(self._peer, name, view.nbytes, location, shm_path)
+        with self._changed:
+            if name in self._entries:
+                raise ValueError(
+                    f"segment {name!r} is registered already: unregister it first or take another name"
+                )
+            self._entries[name] = _Registration(segment, view)
+        return segment
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[memoryview]:
+        """The bytes of `name`, registered until the context ends. Raises TransferError if unknown."""
+        with self._changed:
+            entry = self._entries.get(name)
+            if entry is None or entry.leaving:
+                owner = f"{self._peer.host_id!r} (epoch {self._peer.epoch:016x})"
+                raise TransferError(f"unknown segment: {name!r} is not registered at {owner}")
+            entry.num_users += 1
+        try:
+            yield entry.view
+        finally:
+            with self._changed:
+                entry.num_users -= 1
+                self._changed.notify_all()
+
+    def remove(self, name: str, wait_seconds: float) -> None:
+        """Forgets `name`. Raises ValueError if unknown, TransferError if still in use after `wait_seconds`.
+
+        While it waits, new transfers on the segment are refused.
+        """
+        with self._changed:
+            entry = self._entries.get(name)
+            if entry is None:
+                raise ValueError(f"segment {name!r} is not registered")
+            entry.leaving = True
+            if not self._changed.wait_for(lambda: entry.num_users == 0, wait_seconds):
+                entry.leaving = False
+                raise TransferError(
+                    f"segment {name!r} has {entry.num_users} transfers in flight: wait for them first"
+                )
+            del self._entries[name]
+
+    def clear(self) -> None:
+        """Drops every registration; for the end of the engine, when nothing is served any more."""
+        with self._changed:
+            self._entries.clear()

@@ -1,0 +1,187 @@
+"""The TCP wire format, and a socket whose every call respects a deadline.
+
+A connection begins with a hello in each direction; then one side sends frames and the other answers each.
+
+    hello   magic 8 | version u16 | status u16 | 0 u32 | own epoch u64 | expected epoch u64
+    frame   magic u32 | opcode u8 | 0 u8 | name bytes u16 | pieces u32 | timeout in ms u32 | payload bytes u64
+            name, table (pieces × (offset u64, length u64)), and for WRITE the payload
+    answer  magic u32 | status u16 | reason bytes u16; reason, and for READ that is OK the payload
+
+Integers are little-endian. The payload is the concatenation of the pieces in table order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from kvstore.transfer.pacing import Pacer
+from kvstore.transfer.slices import MAX_FRAME_NBYTES, MAX_FRAME_PIECES
+from kvstore.transfer.status import OverdueError, TransferError
+
+MAGIC = b"MCKVXFER"
+VERSION = 1
+HELLO = struct.Struct("<8sHHIQQ")
+HELLO_OK, HELLO_STALE = 0, 1
+
+FRAME_MAGIC, ANSWER_MAGIC = 0x4D46524D, 0x52534E41
+FRAME = struct.Struct("<IBBHIIQ")
+ANSWER = struct.Struct("<IHH")
+OK, REFUSED = 0, 1
+MAX_NAME_NBYTES = 2000  # 500 characters of UTF-8
+MAX_REASON_NBYTES = 2000
+
+_IOV_MAX = 1024
+_TIMEVAL = struct.Struct("@ll")
+
+
+class ProtocolError(ConnectionError):
+    """The other side does not speak this protocol; the connection is of no further use."""
+
+
+def pack_frame(
+    opcode: int, name: str, offsets: np.ndarray, lengths: np.ndarray, nbytes: int, timeout: float
+) -> bytes:
+    """Header, name and table of a frame; `timeout` in seconds."""
+    raw_name = name.encode()
+    table = np.empty((len(offsets), 2), "<u8")
+    table[:, 0], table[:, 1] = offsets, lengths
+    milliseconds = min(max(0, int(timeout * 1000)), 2**32 - 1)
+    header = FRAME.pack(FRAME_MAGIC, opcode, 0, len(raw_name), len(offsets), milliseconds, nbytes)
+    return b"".join((header, raw_name, table.tobytes()))
+
+
+def check_frame(header: bytes) -> tuple[int, int, int, float, int]:
+    """`(opcode, name bytes, pieces, timeout in seconds, payload bytes)`; ProtocolError if malformed."""
+    magic, opcode, _, name_nbytes, pieces, milliseconds, nbytes = FRAME.unpack(header)
+    if magic != FRAME_MAGIC:
+        raise ProtocolError(f"frame magic {magic:#x}")
+    if opcode not in (1, 2) or not 0 < name_nbytes <= MAX_NAME_NBYTES:
+        raise ProtocolError(f"frame with opcode {opcode} and a name of {name_nbytes} bytes")
+    if not 0 < pieces <= MAX_FRAME_PIECES or nbytes > MAX_FRAME_NBYTES:
+        raise ProtocolError(f"frame of {pieces} pieces and {nbytes} bytes")
+    return opcode, name_nbytes, pieces, milliseconds / 1000, nbytes
+
+
+def unpack_table(raw: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and lengths, int64 `[M]`; a value that does not fit turns negative and so is out of bounds."""
+    table = np.frombuffer(raw, "<i8").reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def advance(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of `buffers` after their first `nbytes` bytes."""
+    for i, buffer in enumerate(buffers):
+        if nbytes < len(buffer):
+            return [buffer[nbytes:], *buffers[i + 1 :]]
+        nbytes -= len(buffer)
+    return []
+
+
+def head(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` bytes of `buffers`."""
+    taken = []
+    for buffer in buffers:
+        if nbytes <= len(buffer):
+            return [*taken, buffer[:nbytes]]
+        taken.append(buffer)
+        nbytes -= len(buffer)
+    return taken
+
+
+class RefusedError(TransferError):
+    """The other side refused a frame, untouched; the connection is still good."""
+
+
+class Channel:
+    """A blocking socket. One thread uses it; any thread may `abort()` it."""
+
+    def __init__(self, sock: socket.socket):
+        self._socket = sock
+        self._lock = threading.Lock()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def connect(self, address: Any, deadline: float) -> None:
+        """Raises OverdueError or OSError."""
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            self._socket.connect(address)
+        except TimeoutError as error:
+            raise OverdueError("no connection within the transfer's time") from error
+        self._socket.settimeout(None)
+
+    def send(
+        self, buffers: list[memoryview], nbytes: int, deadline: float, pacer: Pacer | None = None
+    ) -> None:
+        """Sends all of `buffers`, `nbytes` in total. Raises OverdueError or OSError."""
+        while nbytes:
+            window = buffers[:_IOV_MAX]
+            if pacer is not None:
+                size = min(nbytes, pacer.chunk_nbytes)
+                window = head(window, size)
+                pacer.pause(size, deadline)
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = self._socket.sendmsg(window)
+            except BlockingIOError:
+                continue
+            nbytes -= sent
+            if nbytes:
+                buffers = advance(buffers, sent)
+
+    def receive_into(self, buffers: list[memoryview], nbytes: int, deadline: float) -> None:
+        """Fills all of `buffers`, none of them empty, `nbytes` in total. Raises OverdueError or OSError."""
+        while nbytes:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                received = self._socket.recvmsg_into(buffers[:_IOV_MAX], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
+            if not received:
+                raise ConnectionError("the peer closed the connection")
+            nbytes -= received
+            if nbytes:
+                buffers = advance(buffers, received)
+
+    def receive(self, nbytes: int, deadline: float) -> bytes:
+        """Exactly `nbytes` bytes; only for small, bounded sizes."""
+        buffer = bytearray(nbytes)
+        self.receive_into([memoryview(buffer)], nbytes, deadline)
+        return bytes(buffer)
+
+    def _limit(self, option: int, deadline: float) -> None:
+        if deadline == math.inf:
+            seconds = microseconds = 0
+        else:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise OverdueError("the peer did not keep up within the transfer's time")
+            seconds, microseconds = divmod(max(1000, int(left * 1e6)), 1_000_000)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, microseconds))
+
+    def is_open(self) -> bool:
+        """False if the peer has closed the connection, or sent what nobody asked for, while it was idle."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def abort(self) -> None:
+        """Wakes the thread that is blocked in a call; that call and later ones fail."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()

@@ -1,0 +1,46 @@
+"""Measure a part of the system, beside its peers where they are installed, and write the figures down.
+
+    python -m launch.bench --suite=engine --json=engine.json --peers=.peers
+
+Rounds of ours and the peer alternate; a ratio is the median of the per-round ratios (above 1: we are ahead).
+`--quick` runs one short round of everything: a check that the bench works, not a figure to quote.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from absl import app, flags
+
+from launch.benchmarks.options import Options
+from launch.benchmarks.record import Machine, Suite
+
+SUITES = ("engine", "transfer", "store", "schedule")
+
+_SUITE = flags.DEFINE_enum("suite", None, SUITES, "What to measure.", required=True)
+_JSON = flags.DEFINE_string("json", None, "File to write the rows to (JSON); its folder is made when missing.")
+_QUICK = flags.DEFINE_bool("quick", False, "One short round of each row: checks the bench, gives no figure to quote.")
+_PEERS = flags.DEFINE_string("peers", None, "Folder with the peers' venvs (vllm, mooncake, …); absent: ours alone.")
+_MODEL = flags.DEFINE_string("model", "smollm2", "engine: checkpoint to measure; `smollm2` fetches SmolLM2-135M-Instruct.")
+_ROWS = flags.DEFINE_list("rows", [], "Only rows whose name starts with one of these.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    peers = Path(_PEERS.value).resolve() if _PEERS.value else None
+    if peers and not peers.is_dir():
+        raise app.UsageError(f"--peers: {peers} is not a folder")
+    options = Options(_QUICK.value, peers, _MODEL.value, tuple(_ROWS.value))
+    rows = import_module(f"launch.benchmarks.{_SUITE.value}").run(options)
+    suite = Suite(_SUITE.value, Machine.here(), rows)
+    if _JSON.value:
+        suite.write(Path(_JSON.value))
+    print(suite.table())
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,1 @@
+"""Benchmarks by suite; `python -m launch.bench --help` runs them."""

@@ -1,0 +1,125 @@
+"""Suite `engine`: the model step alone (prefill, decode), and TTFT and throughput of the served system through HTTP.
+
+Our model step is timed around the engine contract, host copies of the results inside. vLLM is timed around its
+offline `generate`, so it carries its scheduler; its decode figure is (65 tokens - 1 token) of the same prompts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+
+from launch.benchmarks.options import Options
+from launch.benchmarks.peers import LlamaCppPeer, VllmPeer
+from launch.benchmarks.record import Row, measure
+from launch.benchmarks.served import served_rows
+from launch.models import load_engines
+from mooncake_jax.engine.contract import BatchRows, DecodeEngine, PrefillEngine
+from mooncake_jax.request import Sampling
+
+PROMPTS = (128, 512, 2048, 8000)
+BATCHES = (1, 8, 32)
+LONG_CONTEXT_BATCHES = (8, 32)
+CONTEXT, LONG_CONTEXT = 128, 2048
+NUM_STEPS = 64
+MAX_TOKENS = 8192
+RNG = np.random.default_rng(20)
+
+
+def fresh_prompt(num_tokens: int) -> np.ndarray:
+    """Random token ids that no cache has seen, `[T]`."""
+    return RNG.integers(1000, 40_000, num_tokens).astype(np.int32)
+
+
+def prefill_seconds(engine: PrefillEngine, num_tokens: int) -> float:
+    """Seconds from the first tile to the first sampled token of a cold prompt, its KV copied out as when serving."""
+    tokens = fresh_prompt(num_tokens)
+    start = time.perf_counter()
+    for first in range(0, num_tokens, engine.tile_tokens):
+        tile = tokens[first : first + engine.tile_tokens]
+        last = first + engine.tile_tokens >= num_tokens
+        for _ in engine.prefill(0, tile, first, sample=Sampling() if last else None):
+            pass
+    return time.perf_counter() - start
+
+
+def decode_seconds(engine: DecodeEngine, batch: int, context: int) -> float:
+    """Seconds of `NUM_STEPS` decode steps of `batch` rows that begin at `context` tokens each."""
+    B = engine.num_slots
+    rows = BatchRows(
+        active=np.arange(B) < batch,
+        tokens=RNG.integers(1000, 40_000, B).astype(np.int32),
+        positions=np.full(B, context, np.int32),
+        steps=np.ones(B, np.int32),
+        temperature=np.zeros(B, np.float32),
+        top_k=np.zeros(B, np.int32),
+        top_p=np.ones(B, np.float32),
+        seed=np.zeros(B, np.uint32),
+    )
+    start = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        tokens, _ = engine.generate(rows)
+        rows = rows._replace(tokens=tokens, positions=rows.positions + 1, steps=rows.steps + 1)
+    return time.perf_counter() - start
+
+
+def vllm_decode_seconds(vllm: VllmPeer, batch: int, context: int) -> float:
+    """vLLM's seconds for `NUM_STEPS` steps of `batch` sequences of `context` tokens."""
+    prompts = [fresh_prompt(context).tolist() for _ in range(batch)]
+    first = vllm.seconds(prompts, 1)
+    return vllm.seconds(prompts, 1 + NUM_STEPS) - first
+
+
+def run(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        vllm = stack.enter_context(VllmPeer(options.peers)) if options.peers and VllmPeer.installed(options.peers) else None
+        llama = LlamaCppPeer(options.peers) if options.peers and LlamaCppPeer.installed(options.peers) else None
+        if any(map(options.wants, _step_names())):
+            rows += _step_rows(options, vllm, llama)
+        rows += served_rows(options, vllm)
+    return rows
+
+
+def _step_names() -> list[str]:
+    return [f"prefill_{n}" for n in PROMPTS] + [f"decode_b{b}" for b in BATCHES] + [f"decode_b{b}_ctx2048" for b in LONG_CONTEXT_BATCHES]
+
+
+def _step_rows(options: Options, vllm: VllmPeer | None, llama: LlamaCppPeer | None) -> list[Row]:
+    rows: list[Row] = []
+    prefill, decode = load_engines(options.model, dtype="bfloat16", prefill_slots=1, decode_slots=max(BATCHES), max_tokens=MAX_TOKENS)
+    prefill.warm_up()
+    decode.warm_up()
+
+    def add(name: str, ours: Callable[[], float], peer: Callable[[], float] | None, peer_name: str) -> None:
+        if options.wants(name.split("@")[0]):
+            rows.append(measure(name, "tok/s", "higher", ours, peer, peer_name, rounds=options.rounds))
+
+    for n in PROMPTS:
+        ours = lambda n=n: n / prefill_seconds(prefill, n)  # noqa: E731
+        add(f"prefill_{n}", ours, (lambda n=n: n / vllm.seconds([fresh_prompt(n).tolist()], 1)) if vllm else None, VllmPeer.name)
+        if llama and n <= 2048:
+            add(f"prefill_{n}@llama.cpp", ours, lambda n=n: llama.tokens_per_second(prompt=n), LlamaCppPeer.name)
+    for batch in BATCHES:
+        tokens = batch * NUM_STEPS
+        ours = lambda batch=batch, tokens=tokens: tokens / decode_seconds(decode, batch, CONTEXT)  # noqa: E731
+        add(
+            f"decode_b{batch}",
+            ours,
+            (lambda batch=batch, tokens=tokens: tokens / vllm_decode_seconds(vllm, batch, CONTEXT)) if vllm else None,
+            VllmPeer.name,
+        )
+        if llama and batch == 1:
+            add("decode_b1@llama.cpp", ours, lambda: llama.tokens_per_second(generate=NUM_STEPS), LlamaCppPeer.name)
+    for batch in LONG_CONTEXT_BATCHES:
+        tokens = batch * NUM_STEPS
+        add(
+            f"decode_b{batch}_ctx2048",
+            lambda batch=batch, tokens=tokens: tokens / decode_seconds(decode, batch, LONG_CONTEXT),
+            (lambda batch=batch, tokens=tokens: tokens / vllm_decode_seconds(vllm, batch, LONG_CONTEXT)) if vllm else None,
+            VllmPeer.name,
+        )
+    return rows

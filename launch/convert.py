@@ -1,0 +1,41 @@
+"""Convert a model to our checkpoint format, which every role loads.
+
+    python -m launch.convert --source=model.gguf --target=my-model --dtype=bfloat16
+    python -m launch.convert                            (SmolLM2-135M-Instruct, into the user's cache)
+
+The source is a GGUF file (F32, F16, BF16, Q8_0, Q4_1), a Hugging Face folder (safetensors) or a checkpoint
+of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from absl import app, flags, logging
+
+from launch.model_cache import FetchError, convert, smollm2_checkpoint
+from models.checkpoint import CheckpointError
+from models.llama import DTYPES
+
+
+def main(argv: list[str]) -> None:
+    source, target, dtype = flags.FLAGS.source, flags.FLAGS.target, flags.FLAGS.dtype
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
+    if bool(source) != bool(target):
+        raise app.UsageError("give --source and --target, or neither for SmolLM2-135M-Instruct")
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step
+    try:
+        if source:
+            convert(Path(source), Path(target).absolute(), dtype)
+        print(target or smollm2_checkpoint(dtype))
+    except (CheckpointError, FetchError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("source", "", "GGUF file, Hugging Face folder or checkpoint to read.")
+    flags.DEFINE_string("target", "", "Folder to write; must not exist.")
+    flags.DEFINE_enum("dtype", "bfloat16", sorted(DTYPES), "Type of the written weights.")
+    app.run(main)

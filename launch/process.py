@@ -1,0 +1,145 @@
+"""The life of one role's process: flags, signals, the ready line, a clean end.
+
+A role prints `ready NAME ADDRESS` when it serves. SIGTERM and SIGINT close it: exit 0. Bad flags or a bad model
+end it with one line on stderr: exit 2, and a supervisor does not try again. Anything else is exit 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import NoReturn
+
+from absl import app, flags
+
+from kvstore.errors import StoreError
+
+CLOSE_SECONDS = 15  # after a signal; the process is killed then
+EXIT_FAILED, EXIT_USAGE = 1, 2
+PARENT = "MOONCAKE_PARENT_PID"  # set by a supervisor: the process ends with it
+_PR_SET_PDEATHSIG = 1
+log = logging.getLogger(__name__)
+
+
+class UsageError(Exception):
+    """What the user asked for cannot work; the message says what to do."""
+
+
+class _Stop(BaseException):
+    """A signal asked the process to end."""
+
+
+def run_role(build: Callable[[ExitStack], tuple[str, str]]) -> NoReturn:
+    """Run a launcher: parse flags, `build`, print the ready line, serve until a signal, close, exit.
+
+    `build` puts on the stack whatever must be closed, and returns the role's name and address.
+    """
+
+    def main(_: Sequence[str]) -> None:
+        sys.exit(_serve(build))
+
+    run_main(main)
+
+
+def run_main(main: Callable[[Sequence[str]], object]) -> NoReturn:
+    """`absl.app.run` with our exit codes: a bad flag is one line and exit 2."""
+    app.run(main, flags_parser=_parse)
+    sys.exit(0)
+
+
+def stop_on_signals() -> None:
+    """From now on SIGTERM and SIGINT raise `_Stop` once in the main thread; further ones are ignored."""
+    _end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+
+
+def stoppable(serve: Callable[[], None]) -> None:
+    """Run `serve` until it returns or a signal comes; then it has `CLOSE_SECONDS` for its `finally`s."""
+    stop_on_signals()
+    try:
+        serve()
+    except _Stop:
+        log.info("stopped by a signal")
+
+
+def set_cores(cores: Sequence[int]) -> None:
+    """Pin this process, before jax starts its threads. Raises UsageError for cores that are not there."""
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        have = sorted(os.sched_getaffinity(0))
+        raise UsageError(
+            f"--cores={','.join(map(str, cores))}: {error}; this process may use {have}"
+        ) from None
+
+
+def _serve(build: Callable[[ExitStack], tuple[str, str]]) -> int:
+    logging.basicConfig(
+        force=True, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+
+    def serve() -> None:
+        with ExitStack() as stack:
+            name, address = build(stack)
+            print(f"ready {name} {address}", flush=True)
+            while True:
+                signal.pause()
+
+    try:
+        stoppable(serve)
+    except UsageError as error:
+        print(f"{_program()}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (OSError, StoreError) as error:
+        print(f"{_program()}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"{_program()}: {error} (try --help)", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    if len(rest) > 1:
+        print(
+            f"{_program()}: unexpected argument {rest[1]!r}; flags begin with -- (try --help)",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_USAGE)
+    return rest
+
+
+def _program() -> str:
+    module = sys.modules["__main__"].__spec__
+    return f"python -m {module.name}" if module else sys.argv[0]
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(CLOSE_SECONDS)
+    raise _Stop(number)
+
+
+def _end_with_parent() -> None:
+    """Linux sends this process SIGTERM when the thread that started it ends, however it ends."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):
+        sys.exit(EXIT_FAILED)

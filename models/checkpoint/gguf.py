@@ -1,0 +1,207 @@
+"""Llama models in GGUF: config, tokenizer and weights, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.checkpoint.assemble import assemble
+from models.checkpoint.cut import BLOCK_TOKENS, layers_per_group
+from models.checkpoint.errors import CheckpointError
+from models.checkpoint.gguf_file import GGUFFile
+from models.checkpoint.model import Model
+from models.checkpoint.target import Target
+from models.checkpoint.tensor import Tensor
+from models.config import LlamaConfig, RopeScaling
+from models.rope import inverse_frequencies
+from models.tokenizer import Tokenizer, TokenizerSettings, byte_level_bpe
+
+NAMES = {
+    "embed": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "lm_head": "output.weight",
+    "attn_norm": "blk.{}.attn_norm.weight",
+    "q": "blk.{}.attn_q.weight",
+    "k": "blk.{}.attn_k.weight",
+    "v": "blk.{}.attn_v.weight",
+    "out": "blk.{}.attn_output.weight",
+    "mlp_norm": "blk.{}.ffn_norm.weight",
+    "gate": "blk.{}.ffn_gate.weight",
+    "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+
+
+def load_gguf(path: Path, target: Target) -> Model:
+    """Read a GGUF file; see `load_model`."""
+    file = GGUFFile(path)
+    cfg = read_config(file)
+    params = assemble(
+        cfg,
+        _Source(file, cfg),
+        NAMES,
+        where=str(path),
+        target=target,
+        ignored=lambda name: name == _ROPE_FACTORS,
+    )
+    return Model(cfg, params, read_tokenizer(file), target.dtype)
+
+
+def read_config(file: GGUFFile) -> LlamaConfig:
+    """The model's config from its metadata; raises CheckpointError naming the field."""
+    fields = _Fields(file)
+    if (architecture := fields.get("general.architecture", str)) != "llama":
+        raise CheckpointError(f"{file.path}: architecture {architecture!r}; only llama is supported")
+    if experts := fields.get("llama.expert_count", int, 0):
+        raise CheckpointError(f"{file.path}: {experts} experts; only dense llama models are supported")
+    d_model = fields.get("llama.embedding_length", int)
+    num_heads = fields.get("llama.attention.head_count", int)
+    head_dim = fields.get("llama.attention.key_length", int, d_model // num_heads)
+    for name in ("llama.attention.value_length", "llama.rope.dimension_count"):
+        if (value := fields.get(name, int, head_dim)) != head_dim:
+            raise CheckpointError(
+                f"{file.path}: {name} is {value}; only the head dim, {head_dim}, is supported"
+            )
+    num_layers = fields.get("llama.block_count", int)
+    embedding = file.tensors.get(NAMES["embed"])
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: tensor {NAMES['embed']} is missing")
+    try:
+        cfg = LlamaConfig(
+            vocab_size=fields.get("llama.vocab_size", int, embedding.shape[0]),
+            d_model=d_model,
+            d_ff=fields.get("llama.feed_forward_length", int),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=fields.get("llama.attention.head_count_kv", int, num_heads),
+            head_dim=head_dim,
+            norm_eps=_short(fields.get("llama.attention.layer_norm_rms_epsilon", float)),
+            rope_theta=_short(fields.get("llama.rope.freq_base", float, 10_000.0)),
+            max_position=fields.get("llama.context_length", int),
+            block_tokens=BLOCK_TOKENS,
+            layers_per_group=layers_per_group(num_layers),
+            rope_scaling=_rope_scaling(file, fields),
+            tie_embeddings=NAMES["lm_head"] not in file.tensors,
+        )
+        return (
+            replace(cfg, rope_scaling=_llama3_scaling(file, fields, cfg))
+            if _ROPE_FACTORS in file.tensors
+            else cfg
+        )
+    except ValueError as error:
+        raise (
+            error if isinstance(error, CheckpointError) else CheckpointError(f"{file.path}: {error}")
+        ) from error
+
+
+def read_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The tokenizer from the metadata; raises CheckpointError for kinds other than byte-level BPE."""
+    fields = _Fields(file)
+    if (kind := fields.get("tokenizer.ggml.model", str)) != "gpt2":
+        raise CheckpointError(
+            f"{file.path}: tokenizer model {kind!r}; from GGUF only byte-level BPE ('gpt2') is supported: "
+            f"use the model's Hugging Face folder"
+        )
+    tokens = fields.get("tokenizer.ggml.tokens", list)
+    types = fields.get("tokenizer.ggml.token_type", list, [])
+    pre = fields.get("tokenizer.ggml.pre", str, "default")
+    ends = [fields.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot", "eom")]
+    try:
+        backend = byte_level_bpe(
+            tokens,
+            fields.get("tokenizer.ggml.merges", list),
+            pre_tokenizer=pre,
+            control=[i for i, t in enumerate(types) if t == _CONTROL],
+            user_defined=[i for i, t in enumerate(types) if t == _USER_DEFINED],
+        )
+        bos = fields.get("tokenizer.ggml.bos_token_id", int, -1)
+        settings = TokenizerSettings(
+            bos_id=bos if bos >= 0 else None,
+            eos_ids=tuple(dict.fromkeys(i for i in ends if i >= 0)),
+            add_bos=fields.get("tokenizer.ggml.add_bos_token", bool, pre.startswith("llama")),
+            chat_template=fields.get("tokenizer.chat_template", str, "") or None,
+        )
+        return Tokenizer(backend, settings)
+    except ValueError as error:
+        raise (
+            error if isinstance(error, CheckpointError) else CheckpointError(f"{file.path}: {error}")
+        ) from error
+
+
+class _Fields:
+    """Typed access to the metadata."""
+
+    def __init__(self, file: GGUFFile):
+        self._file = file
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        value = self._file.metadata.get(name, default)
+        if value is None:
+            raise CheckpointError(f"{self._file.path}: metadata field {name} is missing")
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise CheckpointError(
+                f"{self._file.path}: metadata field {name} is {value!r:.80}, not {kind.__name__}"
+            )
+        return value
+
+
+class _Source:
+    """The file's weights as `assemble` wants them: the rows of q and k put back into halves."""
+
+    def __init__(self, file: GGUFFile, cfg: LlamaConfig):
+        self._file = file
+        self._head_dim = cfg.head_dim
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._file.tensors
+
+    def read_into(self, tensor: Tensor, out: np.ndarray) -> None:
+        swapped = tensor.name.endswith((".attn_q.weight", ".attn_k.weight"))
+        order = _half_order(out.shape[0], self._head_dim) if swapped else None
+        for start, values in self._file.rows(tensor):
+            if out.ndim == 1:
+                out[...] = values.reshape(-1)
+            elif order is None:
+                out[start : start + len(values)] = values
+            else:
+                out[order[start : start + len(values)]] = values
+
+
+def _half_order(num_rows: int, head_dim: int) -> np.ndarray:
+    """Where each row of the file goes: llama.cpp rotates neighbours (0,1), (2,3), we halves (0,H/2)"""
+    rows = np.arange(num_rows).reshape(-1, 2, head_dim // 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _short(value: float) -> float:
+    """The decimal that a float32 was written for: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(file: GGUFFile, fields: _Fields) -> RopeScaling | None:
+    kind = fields.get("llama.rope.scaling.type", str, "none")
+    if kind == "none":
+        return None
+    if kind != "linear":
+        raise CheckpointError(f"{file.path}: RoPE scaling type {kind!r}; supported: none, linear, llama3")
+    return RopeScaling("linear", factor=_short(fields.get("llama.rope.scaling.factor", float)))
+
+
+def _llama3_scaling(file: GGUFFile, fields: _Fields, cfg: LlamaConfig) -> RopeScaling:
+    """GGUF keeps llama3 scaling as one divisor per frequency; find the parameters that give them."""
+    tensor = file.tensors[_ROPE_FACTORS]
+    divisors = np.concatenate([values.reshape(-1) for _, values in file.rows(tensor)])
+    original = fields.get("llama.rope.scaling.original_context_length", int, 8192)
+    scaling = RopeScaling("llama3", factor=_short(divisors.max()), original_max_position=original)
+    plain = inverse_frequencies(replace(cfg, rope_scaling=None))
+    expected = plain / inverse_frequencies(replace(cfg, rope_scaling=scaling))
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+        raise CheckpointError(f"{file.path}: tensor {_ROPE_FACTORS} is not llama3 scaling as we know it")
+    return scaling

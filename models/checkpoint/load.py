@@ -1,0 +1,53 @@
+"""One door to every format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from models.checkpoint.errors import CheckpointError
+from models.checkpoint.gguf import load_gguf
+from models.checkpoint.huggingface import CONFIG_FILE, load_huggingface
+from models.checkpoint.model import Model
+from models.checkpoint.orbax import MANIFEST_FILE, load_orbax, saved_dtype
+from models.checkpoint.target import Target
+from models.llama import DTYPES
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    shardings: Any = None,
+    verify: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Load our checkpoint folder, a Hugging Face folder or a GGUF file, recognised by what is there.
+
+    `dtype`: "bfloat16" or "float32"; None: as saved (ours), else bfloat16. Without `shardings` parameters are
+    NumPy arrays; with one Sharding, or a tree of them like the parameters, each is placed on devices as it is
+    read. Beyond the result, a load needs one parameter and a few MB. `verify` is for our own folders: compare
+    the weights' fingerprint. `on_progress(done, total)` in bytes; not called for our own folders, which Orbax
+    reads as a whole. Raises CheckpointError naming file and tensor or field.
+    """
+    path = Path(path).absolute()
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: expected one of {sorted(DTYPES)}")
+    if (path / MANIFEST_FILE).is_file():
+        return load_orbax(path, Target(dtype or saved_dtype(path), shardings), verify=verify)
+    target = Target(dtype or "bfloat16", shardings, on_progress)
+    if (path / CONFIG_FILE).is_file():
+        model = load_huggingface(path, target)
+    elif path.is_file():
+        model = load_gguf(path, target)
+    elif path.is_dir():
+        raise CheckpointError(f"{path}: neither {MANIFEST_FILE} nor {CONFIG_FILE} is in this folder")
+    else:
+        raise CheckpointError(f"{path}: no such file or folder")
+    if model.tokenizer is not None and model.tokenizer.vocab_size > model.cfg.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {model.tokenizer.vocab_size} tokens, the model {model.cfg.vocab_size}"
+        )
+    return model

@@ -1,0 +1,170 @@
+"""Our own checkpoint: what every other format is converted to once.
+
+    checkpoint.json    format, config, dtype, weights fingerprint; without it the folder is no checkpoint
+    params/            the parameter tree, by Orbax
+    tokenizer/         tokenizer.json and tokenizer_settings.json; absent for random weights
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from models.checkpoint.errors import CheckpointError
+from models.checkpoint.model import Model
+from models.checkpoint.target import Target
+from models.config import LlamaConfig, RopeScaling
+from models.llama import DTYPES, Params, check_params, param_table
+from models.tokenizer import Tokenizer, TokenizerError
+
+FORMAT = 1
+MANIFEST_FILE = "checkpoint.json"
+_PARAMS, _TOKENIZER = "params", "tokenizer"
+
+
+def save_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
+    """Write `model` to the new folder `path`, complete or not at all: it is renamed into place at the end.
+
+    Raises CheckpointError if `path` exists or the parameters are not those of the config.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path}: exists already; remove it or choose another folder")
+    try:
+        check_params(model.cfg, model.params, model.dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    manifest = {
+        "format": FORMAT,
+        "config": asdict(model.cfg),
+        "dtype": model.dtype,
+        "fingerprint": model.fingerprint.hex(),
+    }
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        with _checkpointer() as checkpointer:
+            checkpointer.save(partial / _PARAMS, args=ocp.args.PyTreeSave(model.params))
+        if model.tokenizer is not None:
+            model.tokenizer.save(partial / _TOKENIZER)
+        (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
+        try:
+            partial.rename(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be put in place: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_orbax(path: Path, target: Target, *, verify: bool = True) -> Model:
+    """Read what `save_checkpoint` wrote, under our placement, whatever devices it was saved from; see
+    `load_model`.
+
+    With `verify` the fingerprint is computed anew and compared (about a second per GB and core); it cannot be
+    where the dtype changes.
+    """
+    path = path.absolute()
+    manifest = _read_manifest(path)
+    cfg = _config(path, manifest)
+    params = _restore(path / _PARAMS, cfg, target)
+    try:
+        tokenizer = Tokenizer.load(path / _TOKENIZER) if (path / _TOKENIZER).exists() else None
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
+    model = Model(cfg, params, tokenizer, target.dtype)
+    if verify and target.dtype == manifest["dtype"] and model.fingerprint.hex() != manifest["fingerprint"]:
+        raise CheckpointError(
+            f"{path}: the weights have fingerprint {model.fingerprint.hex()}, {MANIFEST_FILE} says "
+            f"{manifest['fingerprint']}: the checkpoint is damaged; convert it again"
+        )
+    return model
+
+
+def saved_dtype(path: Path) -> str:
+    """The dtype of the checkpoint at `path`, from its manifest."""
+    return _read_manifest(path)["dtype"]
+
+
+def _restore(path: Path, cfg: LlamaConfig, target: Target) -> Params:
+    table = param_table(cfg)
+    with _checkpointer() as checkpointer:
+        try:
+            saved = checkpointer.metadata(path).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: no Orbax checkpoint: {error}") from error
+        _compare(path, table, saved)
+        args = jax.tree.unflatten(
+            jax.tree.structure(table),
+            [_restore_args(place, target.numpy_dtype) for place in target.places(table)],
+        )
+        try:
+            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=table, restore_args=args))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path}: cannot be restored: {error}") from error
+
+
+def _restore_args(place: Any, dtype: np.dtype) -> ocp.RestoreArgs:
+    if place is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=place, dtype=dtype)
+
+
+def _compare(path: Path, table: Params, saved: Any) -> None:
+    """Names and shapes on disk must be those of the config."""
+    expected = {name: tuple(param.shape) for name, param in _named(table)}
+    actual = {name: tuple(leaf.shape) for name, leaf in _named(saved)}
+    if missing := sorted(expected.keys() - actual.keys()):
+        raise CheckpointError(f"{path}: {len(missing)} parameters are missing: {', '.join(missing[:5])}")
+    if extra := sorted(actual.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{path}: {len(extra)} parameters that this model has no place for: {', '.join(extra[:5])}"
+        )
+    for name, shape in expected.items():
+        if actual[name] != shape:
+            raise CheckpointError(f"{path}: {name} has shape {actual[name]}, the config asks for {shape}")
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST_FILE
+    try:
+        manifest = json.loads(file.read_text())
+        missing = {"format", "config", "dtype", "fingerprint"} - manifest.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not a checkpoint's manifest: {error}") from error
+    if missing:
+        raise CheckpointError(f"{file}: fields missing: {', '.join(sorted(missing))}")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{file}: format {manifest['format']}; this version reads {FORMAT}: convert it again"
+        )
+    if manifest["dtype"] not in DTYPES:
+        raise CheckpointError(f"{file}: dtype {manifest['dtype']!r}; expected one of {sorted(DTYPES)}")
+    return manifest
+
+
+def _config(path: Path, manifest: dict[str, Any]) -> LlamaConfig:
+    try:
+        fields = dict(manifest["config"])
+        if fields.get("rope_scaling") is not None:
+            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        return LlamaConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST_FILE}: config: {error}") from error
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))

@@ -1,0 +1,233 @@
+"""A Llama-family decoder: the parameter table, and the steps that prefill and decode are made of.
+
+A step computes one layer group, so that its KV can leave while the next group computes; groups are equal, and one
+executable per shape serves them all. `embed` comes before the groups and `head` after them. Activations, norms and
+softmax are float32; matrix products take the model's dtype and accumulate in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from models import attention, cache, rope
+from models.cache import Pages
+from models.config import LlamaConfig
+from models.platform import Platform
+
+Params = dict[str, Any]
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter, declared once: its shape, the logical axis of each dimension, and its random initialisation."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    gain: float | None = None  # normal with std gain / sqrt(fan in); None: ones
+
+
+def param_table(cfg: LlamaConfig) -> Params:
+    """The pytree of `Param`s that defines what `params` is, in every checkpoint format and on every device.
+
+    Matrices are (out, in), as Hugging Face stores them; q, k, v rows are fused in `qkv` (N·H, K·H, K·H rows) and
+    gate, up in `gate_up`. `lm_head` is present only where embeddings are not tied.
+    """
+    heads, kv_heads = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    layer = {
+        "attn_norm": Param((cfg.d_model,), (None,)),
+        "qkv": Param((heads + 2 * kv_heads, cfg.d_model), ("heads", "embed"), gain=1.0),
+        "out": Param((cfg.d_model, heads), ("embed", "heads"), gain=1.5),
+        "mlp_norm": Param((cfg.d_model,), (None,)),
+        "gate_up": Param((2 * cfg.d_ff, cfg.d_model), ("mlp", "embed"), gain=1.0),
+        "down": Param((cfg.d_model, cfg.d_ff), ("embed", "mlp"), gain=1.0),
+    }
+    table: Params = {
+        "embed": Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=2.0),
+        "layers": [dict(layer) for _ in range(cfg.num_layers)],
+        "final_norm": Param((cfg.d_model,), (None,)),
+    }
+    if not cfg.tie_embeddings:
+        table["lm_head"] = Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=2.0)
+    return table
+
+
+def abstract_params(cfg: LlamaConfig, dtype: str) -> Params:
+    """`param_table` as `jax.ShapeDtypeStruct`s: what `jax.eval_shape` and ahead-of-time lowering take."""
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, DTYPES[dtype]), param_table(cfg))
+
+
+def init_params(cfg: LlamaConfig, seed: int, dtype: str) -> Params:
+    """Random NumPy parameters, the same on every machine; scaled so that one early prompt token moves the logits."""
+    rng = np.random.default_rng(seed)
+
+    def draw(param: Param) -> np.ndarray:
+        if param.gain is None:
+            return np.ones(param.shape, DTYPES[dtype])
+        scale = np.float32(param.gain / np.sqrt(param.shape[-1]))
+        return (rng.standard_normal(param.shape, np.float32) * scale).astype(DTYPES[dtype])
+
+    return jax.tree.map(draw, param_table(cfg))
+
+
+def check_params(cfg: LlamaConfig, params: Params, dtype: str) -> None:
+    """Raise ValueError naming the first parameter whose place, shape or dtype is not that of `param_table`."""
+    expected = dict(_named_leaves(abstract_params(cfg, dtype)))
+    actual = dict(_named_leaves(params))
+    if missing := sorted(expected.keys() - actual.keys()):
+        raise ValueError(f"parameters missing: {', '.join(missing[:5])} ({len(missing)} in all)")
+    if extra := sorted(actual.keys() - expected.keys()):
+        raise ValueError(f"parameters the model does not have: {', '.join(extra[:5])} ({len(extra)} in all)")
+    for name, want in expected.items():
+        have = actual[name]
+        if tuple(have.shape) != want.shape or have.dtype != want.dtype:
+            raise ValueError(f"{name}: expected {want.shape} {want.dtype}, got {tuple(have.shape)} {have.dtype}")
+
+
+def _named_leaves(tree: Params) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def prepare(cfg: LlamaConfig, params: Params, dtype: str, platform: Platform) -> Params:
+    """Host parameters → the pytree the steps take: `embed` in storage dtype, and `lm_head` always present."""
+    check_params(cfg, params, dtype)
+    table = np.asarray(params["embed"])
+    head = params.get("lm_head", params["embed"])
+    prepared = {**params, "embed": table.view(platform.storage_dtype(dtype)), "lm_head": head}
+    return jax.tree.map(jax.device_put, prepared)
+
+
+def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of the embedding `[V, D]` for `tokens` `[T]` → `[T, D]` float32. Ids must be in range (checked by callers)."""
+    with jax.named_scope("embed"):
+        return cache.from_storage(table.at[tokens].get(mode="clip")).astype(jnp.float32)
+
+
+def prefill_group(
+    cfg: LlamaConfig,
+    platform: Platform,
+    layers: list[Params],
+    x: jax.Array,
+    group: list[Pages],
+    slot: jax.Array,
+    start: jax.Array,
+    num_valid: jax.Array,
+) -> tuple[jax.Array, list[Pages], jax.Array]:
+    """One layer group over a tile of one slot: `x` `[T, D]` at positions start …, of which `num_valid` rows count.
+
+    Returns the new `x`, the group's cache (pass the old one donated) and the tile's KV as blocks `[M, l, K, 2, Z, H]`
+    in storage dtype, zero from `num_valid` on. `start` is a multiple of Z, and the cache has room for M pages there.
+    """
+    Z = cfg.block_tokens
+    cos, sin = rope.rotation(cfg, start + jnp.arange(x.shape[0], dtype=jnp.int32))
+    group, blocks = list(group), []
+    for i, layer in enumerate(layers):
+        with jax.named_scope(f"layer_{i}"):
+            q, k, v = _project(cfg, platform, layer, x, cos, sin)
+            new = cache.to_pages(
+                cfg, cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype), num_valid
+            )
+            group[i] = cache.write_pages(group[i], new, slot, start // Z)
+            mixed = attention.tile_attention(q, k, v, group[i], slot, start, platform.prefill_pages(cfg))
+            x = _finish_layer(cfg, platform, layer, x, mixed)
+            blocks.append(new)
+    return x, group, jnp.stack(blocks, axis=1)
+
+
+def decode_group(
+    cfg: LlamaConfig,
+    platform: Platform,
+    layers: list[Params],
+    x: jax.Array,
+    group: list[Pages],
+    positions: jax.Array,
+    active: jax.Array,
+) -> tuple[jax.Array, list[Pages]]:
+    """One layer group for one token of each of the slots 0 … b-1: `x` `[b, D]` at `positions` `[b]`.
+
+    Inactive rows compute something that nobody may read, and write nothing. Returns the new `x` and cache (pass the
+    old one donated).
+    """
+    cos, sin = rope.rotation(cfg, positions)
+    longest = jnp.where(active, positions + 1, 0).max()
+    group = list(group)
+    for i, layer in enumerate(layers):
+        with jax.named_scope(f"layer_{i}"):
+            q, k, v = _project(cfg, platform, layer, x, cos, sin)
+            k, v = cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype)
+            group[i] = cache.write_rows(group[i], k, v, positions, active)
+            run_pages = platform.decode_pages(cfg, x.shape[0])
+            mixed = attention.decode_attention(q, group[i], positions, longest, run_pages)
+            x = _finish_layer(cfg, platform, layer, x, mixed)
+    return x, group
+
+
+def head(cfg: LlamaConfig, platform: Platform, params: Params, x: jax.Array) -> jax.Array:
+    """Final norm and output projection: `[T, D]` → logits `[T, V]` float32. `params` has `final_norm` and `lm_head`."""
+    with jax.named_scope("head"):
+        return linear(platform, norm(x, params["final_norm"], cfg.norm_eps), params["lm_head"])
+
+
+def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype with float32 accumulation and result."""
+    rows = x.shape[0]
+    x = x.astype(weight.dtype)
+    if rows < platform.min_dot_rows:
+        x = jnp.pad(x, ((0, platform.min_dot_rows - rows), (0, 0)))
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    dimensions = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, dimensions, precision, preferred_element_type=jnp.float32)[:rows]
+
+
+def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of `[T, D]` in float32."""
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)[None]
+
+
+def _project(
+    cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
+    N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    heads = linear(platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"]).reshape(-1, N + 2 * K, H)
+    turned = rope.rotate(heads[:, : N + K], cos, sin)
+    dtype = layer["qkv"].dtype
+    return turned[:, :N], turned[:, N:].astype(dtype), heads[:, N + K :].astype(dtype)
+
+
+def _finish_layer(cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
+    """Output projection of attention `mixed` `[T, N, H]`, and the gated MLP, each added to the residual `x`."""
+    x = x + linear(platform, mixed.reshape(x.shape[0], -1), layer["out"])
+    gate, up = jnp.split(linear(platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1)
+    return x + linear(platform, jax.nn.silu(gate) * up, layer["down"])
+
+
+def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """The plain reference: logits `[S, V]` of a whole sequence `[S]`, no cache, float32 at highest precision.
+
+    Takes `params` of any dtype as they come from a checkpoint (see `param_table`).
+    """
+
+    def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.matmul(x, weight.astype(jnp.float32).T, precision="highest")
+
+    N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    cos, sin = rope.rotation(cfg, jnp.arange(tokens.shape[0]))
+    x = jnp.asarray(params["embed"])[tokens].astype(jnp.float32)
+    for layer in params["layers"]:
+        layer = jax.tree.map(jnp.asarray, layer)
+        qkv = matmul(norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"])
+        q, k, v = (part.reshape(-1, n, H) for part, n in zip(jnp.split(qkv, [N * H, (N + K) * H], 1), (N, K, K), strict=True))
+        mixed = attention.dense_attention(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v)
+        x = x + matmul(mixed.reshape(-1, N * H), layer["out"])
+        gate, up = jnp.split(matmul(norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1)
+        x = x + matmul(jax.nn.silu(gate) * up, layer["down"])
+    table = jnp.asarray(params.get("lm_head", params["embed"]))
+    return matmul(norm(x, jnp.asarray(params["final_norm"]), cfg.norm_eps), table)

@@ -1,0 +1,62 @@
+"""What is chosen per backend, in one place: storage, padding and block sizes that pay off there and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from models.config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Choices for one backend; hashable, because it is a static argument of jitted steps."""
+
+    name: str
+    bf16_as_bits: bool  # keep gathered and sliced bf16 arrays as uint16 bits (XLA:CPU moves bf16 by way of float32)
+    min_dot_rows: int  # dots with fewer rows are padded to this many
+    tile_tokens: int  # the largest prefill tile
+    prefill_key_tokens: int  # keys of one step of online softmax, at least
+    decode_key_tokens: tuple[tuple[int, int], ...]  # (largest batch, keys of one step), ascending; the last is open
+
+    def storage_dtype(self, dtype: str) -> np.dtype:
+        """How KV and embedding rows of a `dtype` model lie in device memory."""
+        if dtype == "float32":
+            return np.dtype(np.float32)
+        return np.dtype(np.uint16) if self.bf16_as_bits else np.dtype(jax.numpy.bfloat16)
+
+    def prefill_pages(self, cfg: LlamaConfig) -> int:
+        """Pages that prefill attention reads at a time."""
+        return max(1, self.prefill_key_tokens // cfg.block_tokens)
+
+    def decode_pages(self, cfg: LlamaConfig, batch: int) -> int:
+        """Pages per slot that decode attention reads at a time."""
+        fitting = [keys for largest, keys in self.decode_key_tokens if batch <= largest]
+        return max(1, (fitting or [self.decode_key_tokens[-1][1]])[0] // cfg.block_tokens)
+
+
+CPU = Platform(
+    name="cpu",
+    bf16_as_bits=True,
+    min_dot_rows=2,  # a bf16 matrix-vector product misses the matrix units and is 6 times slower than two rows
+    tile_tokens=256,
+    prefill_key_tokens=256,
+    decode_key_tokens=((2, 1024), (8, 512), (32, 256)),
+)
+ACCELERATOR = Platform(
+    name="accelerator",
+    bf16_as_bits=False,
+    min_dot_rows=1,
+    tile_tokens=2048,
+    prefill_key_tokens=1024,
+    decode_key_tokens=((8, 2048), (64, 1024)),
+)
+
+
+@functools.cache
+def current() -> Platform:
+    """The platform of JAX's default backend."""
+    return CPU if jax.default_backend() == "cpu" else ACCELERATOR

@@ -1,0 +1,298 @@
+"""The Conductor without I/O: registrations, heartbeats, requests, ends and time in; decisions out.
+
+The service around it has the lock, the clock, the sockets and the prefix index; the simulator drives the same
+object. Every row of the view is computed anew from the last heartbeat and the bookings whenever one of them
+changes, so nothing can drift.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from kvstore.errors import InvalidError, StaleError, UnavailableError
+from mooncake_jax.conductor import admission, estimate
+from mooncake_jax.conductor.bookings import ROLES, Booking, Bookings
+from mooncake_jax.conductor.config import ConductorConfig
+from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
+from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord
+from mooncake_jax.conductor.expected import ExpectedBlocks
+from mooncake_jax.conductor.instances import Instances, Registered
+from mooncake_jax.conductor.schedule import schedule
+from mooncake_jax.conductor.view import ClusterView, DecodeRow, PrefillRow
+from mooncake_jax.messages import InstanceInfo, InstanceLoad, RequestEnd, Role
+from mooncake_jax.request import Placement, Request
+
+_FREE_PREFILL = PrefillRow("", False, 0, 1, 0, 0.0, 1.0)
+_FREE_DECODE = DecodeRow("", False, 0, 1, 0, 0, 0, 0)
+
+
+class Conductor:
+    """Not thread-safe. `now` is any clock in seconds that never goes back."""
+
+    def __init__(self, config: ConductorConfig, log: DecisionLog):
+        self.config = config
+        self.log = log
+        self.view = ClusterView()
+        self.instances = Instances()
+        self.bookings = Bookings()
+        self.expected = ExpectedBlocks()
+        self._random = random.Random(config.seed)
+
+    def register(self, info: InstanceInfo, now: float) -> None:
+        """Take in an instance; one of the same name and another epoch is replaced, with its bookings.
+
+        Raises InvalidError for another fingerprint or block format than the pool's, StaleError for an epoch
+        that was replaced before.
+        """
+        self.instances.check(info)
+        before = self.instances.get(info.instance.name)
+        if before is not None:
+            if before.info == info:
+                before.beaten_at = now
+                return
+            self._drop(before, now)
+            if before.info.instance.epoch != info.instance.epoch:
+                self.instances.remember_replaced(before.name, before.info.instance.epoch)
+        self._refresh(self.instances.add(info, now))
+
+    def heartbeat(self, load: InstanceLoad, now: float) -> bool:
+        """Take an instance's load and reconcile its bookings; False: not registered (here).
+
+        Raises StaleError for an epoch that was replaced, InvalidError for a rate that is none.
+        """
+        instance = self.instances.get(load.name)
+        if instance is None:
+            return False
+        if instance.info.instance.epoch != load.epoch:
+            if self.instances.was_replaced(load.name, load.epoch):
+                raise StaleError(
+                    f"instance {load.name!r} of epoch {load.epoch:x} was replaced by a newer process"
+                )
+            return False
+        if not 0.0 <= load.tokens_per_second < math.inf:
+            raise InvalidError(
+                f"instance {load.name!r}: tokens_per_second {load.tokens_per_second}, not a rate"
+            )
+        role = instance.info.role
+        for booking in self.bookings.reconcile(load.name, role, set(load.request_ids), now):
+            self._close(booking, role, ok=True, now=now)
+        instance.load, instance.beaten_at = load, now
+        self._refresh(instance)
+        return True
+
+    def place(
+        self,
+        request: Request,
+        keys: Sequence[bytes],
+        held: Mapping[str, int],
+        *,
+        avoid: Collection[str] = (),
+        now: float,
+    ) -> Placement:
+        """Decide, log and book. `held`: leading blocks of `keys` per store node. An older booking of it goes.
+
+        Raises RefusedError (429), UnavailableError (no instance) or InvalidError (longer than any instance
+        holds).
+        """
+        pool = self.instances.pool
+        if pool is None:
+            raise UnavailableError("no instance has registered yet; start a prefill and a decode instance")
+        self._roll_back(request.request_id, now)
+        self.expected.expire(now)
+        features = RequestFeatures(
+            num_tokens=len(request.tokens),
+            max_tokens=request.max_tokens,
+            block_tokens=pool.format.block_tokens,
+            block_nbytes=pool.format.nbytes,
+            avoid_prefill=self._slots("prefill", avoid),
+            avoid_decode=self._slots("decode", avoid),
+        )
+        lengths = self._prefix_lengths(keys, held)
+        draws = (self._random.random(), self._random.random())
+        decision = schedule(self.view, features, lengths, self.config.schedule, now=now, draws=draws)
+        self.log.append(
+            DecisionRecord(
+                request_id=request.request_id,
+                now=now,
+                version=self.view.version,
+                changes=self.view.take_changes(),
+                request=features,
+                local=lengths.local.tolist(),
+                best=lengths.best,
+                holder=lengths.holder,
+                draws=draws,
+                decision=decision,
+            )
+        )
+        if decision.outcome != "placed":
+            raise admission.refusal(decision, features, self.view, self.config.schedule)
+        prefill = self.instances.at("prefill", decision.prefill)
+        decode = self.instances.at("decode", decision.decode)
+        self._book(request, decision, prefill, decode, keys[held.get(prefill.info.home_node, 0) :], now)
+        return Placement(
+            request_id=request.request_id,
+            prefill=prefill.info.instance,
+            decode=decode.info.instance,
+            keys=list(keys),
+            local_blocks=decision.local_blocks,
+            fetch_blocks=decision.fetch_blocks,
+            fetch_from=lengths.holder if decision.fetch_blocks else "",
+            ttft_forecast_seconds=decision.ttft_seconds,
+            tbt_forecast_seconds=decision.tbt_seconds,
+        )
+
+    def end(self, end: RequestEnd, now: float) -> None:
+        """Close a phase; a good prefill teaches its instance's factor. Unknown ids are over already."""
+        booking = self.bookings.get(end.request_id)
+        if booking is None:
+            return
+        booking.mentioned_at = now
+        prefill = self.instances.get(booking.instances.get("prefill", ""))
+        if prefill is not None and end.phase == "prefill" and end.ok and not booking.fetches:
+            prefill.factor = estimate.corrected(
+                prefill.factor, forecast_seconds=booking.prefill_seconds, measured_seconds=end.seconds
+            )
+        for role in ROLES if end.phase == "all" else (end.phase,):
+            self._close(booking, role, ok=end.ok, now=now)
+
+    def tick(self, now: float) -> None:
+        """Drop instances that miss their heartbeats and bookings that nobody mentions."""
+        deadline = now - self.config.instance_timeout_seconds
+        for instance in [instance for instance in self.instances if instance.beaten_at < deadline]:
+            self._drop(instance, now)
+        for booking in self.bookings.silent_since(now - self.config.booking_seconds):
+            for role in ROLES:
+                self._close(booking, role, ok=False, now=now)
+        self.expected.expire(now)
+
+    @property
+    def ready(self) -> bool:
+        """A prefill and a decode instance are alive."""
+        return bool(self.view.prefill.alive.any() and self.view.decode.alive.any())
+
+    @property
+    def books(self) -> dict[str, float]:
+        """What is booked, and who is here."""
+        return {
+            **self.bookings.books,
+            "expected_blocks": len(self.expected),
+            "prefill_instances": int(self.view.prefill.alive.sum()),
+            "decode_instances": int(self.view.decode.alive.sum()),
+        }
+
+    def _prefix_lengths(self, keys: Sequence[bytes], held: Mapping[str, int]) -> PrefixLengths:
+        lengths = self.expected.lengthen(keys, held)
+        prefills = self.instances.of("prefill")
+        local = np.array([lengths.get(p.info.home_node, 0) if p else 0 for p in prefills], np.int64)
+        best = max(held.values(), default=0)
+        if best == 0:
+            return PrefixLengths(local, 0, "")
+        holders = sorted(node for node, length in held.items() if length == best)
+        return PrefixLengths(local, best, self._random.choice(holders))
+
+    def _slots(self, role: Role, names: Collection[str]) -> tuple[int, ...]:
+        found = (self.instances.get(name) for name in names)
+        return tuple(sorted({instance.slot for instance in found if instance and instance.info.role == role}))
+
+    def _book(
+        self,
+        request: Request,
+        decision: Decision,
+        prefill: Registered,
+        decode: Registered,
+        expected_keys: Sequence[bytes],
+        now: float,
+    ) -> None:
+        booking = Booking(
+            request_id=request.request_id,
+            booked_at=now,
+            instances={"prefill": prefill.name, "decode": decode.name},
+            prefill_seconds=decision.prefill_seconds,
+            fetches=decision.fetch_blocks > 0,
+            num_tokens=len(request.tokens),
+            total_tokens=len(request.tokens) + request.max_tokens,
+            home_node=prefill.info.home_node,
+            expected_keys=expected_keys,
+            mentioned_at=now,
+        )
+        self.bookings.add(booking)
+        self.expected.add(booking.home_node, expected_keys)
+        self._refresh(prefill)
+        self._refresh(decode)
+
+    def _roll_back(self, request_id: str, now: float) -> None:
+        booking = self.bookings.get(request_id)
+        if booking is not None:
+            for role in ROLES:
+                self._close(booking, role, ok=False, now=now)
+
+    def _close(self, booking: Booking, role: Role, *, ok: bool, now: float) -> None:
+        name = booking.instances.get(role)
+        if name is None:
+            return
+        if role == "prefill" and ok:
+            until = now + self.config.expected_block_seconds
+            self.expected.settle(booking.home_node, booking.expected_keys, until)
+        elif role == "prefill":
+            self.expected.drop(booking.home_node, booking.expected_keys)
+        self.bookings.close(booking, role)
+        instance = self.instances.get(name)
+        if instance is not None:
+            self._refresh(instance)
+
+    def _drop(self, instance: Registered, now: float) -> None:
+        role, slot = instance.info.role, instance.slot
+        for booking in list(self.bookings.at(instance.name)):
+            self._close(booking, role, ok=False, now=now)
+        self.instances.remove(instance)
+        if role == "prefill":
+            self.view.put_prefill(slot, _FREE_PREFILL)
+        else:
+            self.view.put_decode(slot, _FREE_DECODE)
+
+    def _refresh(self, instance: Registered) -> None:
+        if instance.info.role == "prefill":
+            self.view.put_prefill(instance.slot, self._prefill_row(instance))
+        else:
+            self.view.put_decode(instance.slot, self._decode_row(instance))
+
+    def _prefill_row(self, instance: Registered) -> PrefillRow:
+        info, load = instance.info, instance.load
+        unseen = self.bookings.unseen_at(instance.name, "prefill")
+        reported = self.config.schedule.cost.queue_seconds(
+            load.queued_tokens, load.tokens_per_second, instance.factor
+        )
+        return PrefillRow(
+            name=instance.name,
+            alive=True,
+            max_tokens=info.max_tokens,
+            num_slots=info.num_slots,
+            num_requests=max(load.used_slots, len(load.request_ids)) + len(unseen),
+            busy_until=estimate.busy_until(
+                instance.beaten_at,
+                reported,
+                ((booking.booked_at, booking.prefill_seconds) for booking in unseen),
+            ),
+            factor=instance.factor,
+        )
+
+    def _decode_row(self, instance: Registered) -> DecodeRow:
+        info, load = instance.info, instance.load
+        unseen = self.bookings.unseen_at(instance.name, "decode")
+        booked = list(self.bookings.at(instance.name))
+        on_their_way = sum(booking.num_tokens for booking in unseen)
+        kv_tokens = max(load.kv_tokens + on_their_way, sum(booking.num_tokens for booking in booked))
+        return DecodeRow(
+            name=instance.name,
+            alive=True,
+            max_tokens=info.max_tokens,
+            num_slots=info.num_slots,
+            num_requests=max(load.used_slots, len(load.request_ids)) + len(unseen),
+            kv_tokens=kv_tokens,
+            committed_tokens=max(kv_tokens, sum(booking.total_tokens for booking in booked)),
+            capacity_tokens=info.kv_capacity_tokens,
+        )

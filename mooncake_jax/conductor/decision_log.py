@@ -1,0 +1,133 @@
+"""Every decision with all it was made from: a ring in memory and, if wanted, a file of JSON lines.
+
+A record holds the view rows that changed since the record before it, so that replaying records in order
+rebuilds the view of each decision. The first line of a file is the `ScheduleConfig`, and its first record has
+every row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+
+from kvstore.errors import InvalidError
+from mooncake_jax.conductor.config import ScheduleConfig
+from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
+from mooncake_jax.conductor.schedule import schedule
+from mooncake_jax.conductor.view import Changes, ClusterView, DecodeRow, PrefillRow
+
+
+class DecisionRecord(msgspec.Struct, frozen=True):
+    """One call of `schedule`, and what it answered."""
+
+    request_id: str
+    now: float
+    version: int  # of the view it was made from
+    changes: Changes  # rows written since the record before
+    request: RequestFeatures
+    local: list[int]  # the prefix lengths, see `PrefixLengths`
+    best: int
+    holder: str
+    draws: tuple[float, float]
+    decision: Decision
+
+    @property
+    def lengths(self) -> PrefixLengths:
+        return PrefixLengths(np.array(self.local, np.int64), self.best, self.holder)
+
+
+class DecisionLog:
+    """Keeps the last `num_records` decisions, and appends all of them to `path` if there is one."""
+
+    def __init__(
+        self, config: ScheduleConfig, *, num_records: int, path: str = "", max_nbytes: int = 256 << 20
+    ):
+        """Starts a new file; one of that name from before is kept as PATH.1. Raises OSError."""
+        self._config = config
+        self._records: deque[DecisionRecord] = deque()
+        self._num_records = num_records
+        self._prefill: dict[int, PrefillRow] = {}  # all rows before the oldest record of the ring
+        self._decode: dict[int, DecodeRow] = {}
+        self._path, self._max_nbytes, self._file = path, max_nbytes, None
+        if path:
+            self._file = self._start_file()
+
+    def append(self, record: DecisionRecord) -> None:
+        self._records.append(record)
+        if self._file is not None:
+            if self._file.tell() > self._max_nbytes:
+                self._file.close()
+                self._file = self._start_file()
+                record = self._whole(self._records)
+            self._file.write(msgspec.json.encode(record) + b"\n")
+        if len(self._records) > self._num_records:
+            oldest = self._records.popleft()
+            self._prefill.update(oldest.changes.prefill)
+            self._decode.update(oldest.changes.decode)
+
+    def records(self) -> list[DecisionRecord]:
+        """The last decisions, oldest first; the first has every row of its view, so they can be replayed."""
+        if not self._records:
+            return []
+        rest = iter(self._records)
+        return [self._whole([next(rest)]), *rest]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _whole(self, records: Iterable[DecisionRecord]) -> DecisionRecord:
+        prefill, decode = dict(self._prefill), dict(self._decode)
+        record = None
+        for record in records:
+            prefill.update(record.changes.prefill)
+            decode.update(record.changes.decode)
+        if record is None:
+            raise ValueError("no record to make whole")
+        return msgspec.structs.replace(
+            record, changes=Changes(sorted(prefill.items()), sorted(decode.items()))
+        )
+
+    def _start_file(self) -> IO[bytes]:
+        if os.path.exists(self._path):
+            os.replace(self._path, self._path + ".1")
+        file = open(self._path, "wb", buffering=0)  # noqa: SIM115
+        file.write(json.dumps(msgspec.to_builtins(self._config)).encode() + b"\n")  # json: has infinity
+        return file
+
+
+def read_decision_log(path: str | Path) -> tuple[ScheduleConfig, list[DecisionRecord]]:
+    """A log file's config and records. Raises InvalidError that names the line."""
+    lines = Path(path).read_bytes().splitlines()
+    if not lines:
+        raise InvalidError(f"decision log {path}: empty")
+    number = 1
+    try:
+        config = msgspec.convert(json.loads(lines[0]), ScheduleConfig)
+        decode = msgspec.json.Decoder(DecisionRecord).decode
+        records = []
+        for line in lines[1:]:
+            number += 1
+            records.append(decode(line))
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise InvalidError(f"decision log {path}, line {number}: {error}") from error
+    return config, records
+
+
+def replay(
+    config: ScheduleConfig, records: Iterable[DecisionRecord]
+) -> Iterator[tuple[DecisionRecord, Decision]]:
+    """Rebuild the view of each record and decide again: each record with the decision made now."""
+    view = ClusterView()
+    for record in records:
+        view.apply(record.changes, record.version)
+        decision = schedule(view, record.request, record.lengths, config, now=record.now, draws=record.draws)
+        yield record, decision

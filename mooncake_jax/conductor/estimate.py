@@ -1,0 +1,120 @@
+"""What a request would cost: prefill, queue, transfer and token interval, as plain polynomials.
+
+Every function takes scalars or arrays alike. Seconds, bytes and tokens throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvstore.errors import InvalidError
+
+Cost = Annotated[float, Meta(ge=0.0, le=1e9)]
+Rate = Annotated[float, Meta(gt=0.0)]
+Number = TypeVar("Number", float, np.ndarray)
+
+FACTOR_BOUNDS = (1 / 16, 16.0)
+_STEP_BOUNDS = (1 / 4, 4.0)
+_STEP_WEIGHT = 0.1
+_LOWEST_RATE = 1e-3
+
+
+class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients of the estimators (paper §4.1: polynomial regression on offline data).
+
+    The defaults are deliberately slow (a small CPU): an untuned Conductor forecasts late rather than early.
+    """
+
+    version: int = 1
+    prefill_base_seconds: Cost = 0.01
+    prefill_seconds_per_token: Cost = 1e-3  # linear layers, per computed token
+    prefill_seconds_per_pair: Cost = 1e-8  # attention, per (query, key) pair
+    prefill_seconds_per_prefix_token: Cost = 1e-6  # loading a reused token into the device
+    transfer_base_seconds: Cost = 2e-3
+    transfer_nbytes_per_second: Rate = 1e9
+    tbt_base_seconds: Cost = 0.02
+    tbt_seconds_per_request: Cost = 2e-3
+    tbt_seconds_per_kv_token: Cost = 1e-7
+
+    def prefill_seconds(self, num_tokens: float, num_prefix: Number) -> Number:
+        """EstimatePrefillExecutionTime: a prompt of `num_tokens` of which `num_prefix` are reused.
+
+        The whole prompt attends to (query, key) pairs of num_tokens² / 2; reuse saves those of its prefix.
+        """
+        seconds_per_square = 0.5 * self.prefill_seconds_per_pair
+        whole = (
+            self.prefill_base_seconds
+            + self.prefill_seconds_per_token * num_tokens
+            + seconds_per_square * num_tokens**2
+        )
+        saved_per_token = self.prefill_seconds_per_token - self.prefill_seconds_per_prefix_token
+        return whole - num_prefix * (saved_per_token + seconds_per_square * num_prefix)
+
+    def transfer_seconds(self, nbytes: Number) -> Number:
+        """EstimateKVCacheTransferTime: `nbytes` from one other node."""
+        return self.transfer_base_seconds + nbytes * (1.0 / self.transfer_nbytes_per_second)
+
+    def queue_seconds(self, queued_tokens: int, tokens_per_second: float, factor: float) -> float:
+        """Time for `queued_tokens` at an instance's measured rate or (rate 0) the modelled one."""
+        if tokens_per_second > 0.0:
+            return queued_tokens / max(tokens_per_second, _LOWEST_RATE)
+        return queued_tokens * self.prefill_seconds_per_token * factor
+
+    def tbt_seconds(self, batch: Number, kv_tokens: Number) -> Number:
+        """Token interval of a decode batch of `batch` requests that hold `kv_tokens` tokens together."""
+        return (
+            self.tbt_base_seconds
+            + self.tbt_seconds_per_request * batch
+            + self.tbt_seconds_per_kv_token * kv_tokens
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Read a fitted model from a JSON file. Raises InvalidError that names the file and the field."""
+        try:
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise InvalidError(f"cost model {path}: {error}") from error
+
+
+class PrefillForecast(NamedTuple):
+    """One request at each prefill instance, `[P]`; TTFT is the sum of the three times."""
+
+    prefix_blocks: np.ndarray  # reused blocks, local or fetched
+    fetch: np.ndarray  # bool: the prefix comes from the best holder
+    transfer_seconds: np.ndarray
+    queue_seconds: np.ndarray
+    prefill_seconds: np.ndarray
+    ttft_seconds: np.ndarray
+
+
+def corrected(factor: float, *, forecast_seconds: float, measured_seconds: float) -> float:
+    """The next correction factor of an instance whose forecast (made with `factor`) is now measured.
+
+    One step moves at most `4 ** 0.1` and the factor stays in `FACTOR_BOUNDS`, so that no outlier can spoil
+    it.
+    """
+    if not (forecast_seconds > 0.0 and measured_seconds > 0.0 and math.isfinite(measured_seconds)):
+        return factor
+    low, high = _STEP_BOUNDS
+    step = min(max(measured_seconds / forecast_seconds, low), high) ** _STEP_WEIGHT
+    return min(max(factor * step, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
+
+
+def busy_until(reported_at: float, reported_seconds: float, unseen: Iterable[tuple[float, float]]) -> float:
+    """When a prefill instance will have done all it has: what its heartbeat said, then each later booking.
+
+    `unseen` holds (booked at, seconds) in order of time. The queue at `now` is `max(0, busy_until - now)`, so
+    it drains by itself between heartbeats.
+    """
+    until = reported_at + reported_seconds
+    for booked_at, seconds in unseen:
+        until = max(until, booked_at) + seconds
+    return until

@@ -1,0 +1,59 @@
+"""Ahead-of-time programs, and the count of every compilation in this process."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # also sent when the persistent cache had the executable
+
+
+class CompileCounter:
+    """Counts new executables in this process: jitted, ahead of time, eager operations, persistent-cache hits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    @property
+    def total(self) -> int:
+        with self._lock:
+            return self._total
+
+    def _on_event(self, event: str, _seconds: float, **_: Any) -> None:
+        if event == _COMPILED:
+            with self._lock:
+                self._total += 1
+
+
+@functools.cache
+def process_compiles() -> CompileCounter:
+    """The one counter of this process; it counts from its first use on."""
+    return CompileCounter()
+
+
+def program(step: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Callable[..., Any]:
+    """Compile `step` for arguments like `args` (arrays or shapes). The result takes these shapes and no others."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+    return jax.jit(step, donate_argnums=tuple(donate)).lower(*shapes).compile()
+
+
+def buckets(smallest: int, largest: int) -> list[int]:
+    """Powers of two times `smallest` below `largest`, and `largest`."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= 2
+    return [*sizes, largest]
+
+
+def binary_runs(count: int, longest: int) -> list[int]:
+    """Cut `count` into runs whose lengths are powers of two ≤ `longest` (one itself): a few programs serve every count."""
+    runs = [longest] * (count // longest)
+    rest = count % longest
+    return runs + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]

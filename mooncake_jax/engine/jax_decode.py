@@ -1,0 +1,230 @@
+"""The decode engine: one token a step for a batch of slots, one compiled program per layer group and batch size.
+
+A step runs slots 0 … b-1 for the smallest compiled b that covers every active slot, so low slots are cheap.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import cache, llama, sampling
+from models import platform as platforms
+from models.config import LlamaConfig
+from models.platform import Platform
+from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
+from mooncake_jax.engine.contract import BatchRows
+from mooncake_jax.engine.jax_prefill import block_format, draw_greedy, draw_sampled
+
+_ROW_DTYPES = BatchRows(np.bool_, np.int32, np.int32, np.int32, np.float32, np.int32, np.float32, np.uint32)
+
+
+class _Programs(NamedTuple):
+    """Everything serving runs, compiled; dictionaries are by batch size, `insert` by number of blocks."""
+
+    embed: dict[int, Callable[..., Any]]
+    group: dict[int, Callable[..., Any]]
+    greedy: dict[int, Callable[..., Any]]
+    sampled: dict[int, Callable[..., Any]]
+    insert: dict[int, Callable[..., Any]]
+    extract: Callable[..., Any]
+
+
+class JaxDecodeEngine:
+    """`mooncake_jax.engine.contract.DecodeEngine` on JAX. Owned by one thread.
+
+    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32").
+    """
+
+    def __init__(
+        self,
+        cfg: LlamaConfig,
+        params: llama.Params,
+        *,
+        dtype: str,
+        num_slots: int,
+        max_tokens: int,
+        fingerprint: bytes,
+        insert_blocks: int = 8,
+        platform: Platform | None = None,
+    ) -> None:
+        if not 1 <= max_tokens <= cfg.max_position:
+            raise ValueError(f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens")
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be positive, got {num_slots}")
+        if insert_blocks < 1 or insert_blocks & (insert_blocks - 1):
+            raise ValueError(f"insert_blocks must be a power of two, got {insert_blocks}")
+        self.format = block_format(cfg, dtype)
+        self.fingerprint = fingerprint
+        self.max_tokens = max_tokens
+        self.num_slots = num_slots
+        self.insert_blocks = insert_blocks
+        self._cfg = cfg
+        self._platform = platform or platforms.current()
+        self._batches = buckets(1, num_slots)
+        params = llama.prepare(cfg, params, dtype, self._platform)
+        self._embedding = params["embed"]
+        self._head_params = {"final_norm": params["final_norm"], "lm_head": params["lm_head"]}
+        size = cfg.layers_per_group
+        self._layers = [params["layers"][i : i + size] for i in range(0, cfg.num_layers, size)]
+        self._storage = self._platform.storage_dtype(dtype)
+        self._num_blocks = self.format.num_blocks(max_tokens)
+        run = max(self._platform.decode_pages(cfg, batch) for batch in self._batches)
+        self._num_pages = -(-self._num_blocks // run) * run  # attention reads whole runs of pages
+        self._compiles = process_compiles()
+        self._ready_at: int | None = None
+        self._programs: _Programs | None = None
+        self._reset()
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """New executables in this process since the last `warm_up`; 0 before the first."""
+        return 0 if self._ready_at is None else self._compiles.total - self._ready_at
+
+    def warm_up(self) -> None:
+        """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
+        if self._programs is None:
+            self._programs = self._compile()
+            for run in buckets(1, self.insert_blocks):
+                if run <= self._num_blocks:
+                    self.insert(0, 0, np.zeros((run, *self.format.shape), self.format.item_dtype))
+            for batch in self._batches:
+                for temperature in (0.0, 1.0):
+                    rows = BatchRows(*(np.zeros(self.num_slots, dtype) for dtype in _ROW_DTYPES))
+                    rows.active[batch - 1] = True
+                    rows.temperature[:] = temperature
+                    rows.top_p[:] = 1.0
+                    self.generate(rows)
+            self.extract(0, 0)
+            self._held[:] = False
+        self._ready_at = self._compiles.total
+
+    def insert(self, slot: int, first_block: int, blocks: np.ndarray) -> None:
+        """See the contract. Raises ValueError for a slot, block or shape out of range."""
+        compiled = self._compiled
+        self._check_slot(slot)
+        if blocks.ndim != 6 or blocks.shape[1:] != self.format.shape or blocks.dtype != self.format.item_dtype:
+            raise ValueError(
+                f"blocks of shape {blocks.shape} {blocks.dtype}: "
+                f"expected [M, {', '.join(map(str, self.format.shape))}] {self.format.item_dtype}"
+            )
+        count = blocks.shape[0]
+        if not 1 <= count <= self.insert_blocks:
+            raise ValueError(f"{count} blocks in one insert: expected 1 … {self.insert_blocks}")
+        if not 0 <= first_block <= self._num_blocks - count:
+            raise ValueError(f"blocks {first_block} … {first_block + count - 1}: a slot has {self._num_blocks}")
+        first = 0
+        with self._guard():
+            for run in binary_runs(count, self.insert_blocks):
+                part = np.ascontiguousarray(blocks[first : first + run]).view(self._storage)
+                self._cache = compiled.insert[run](
+                    self._cache, part, np.int32(slot), np.int32(first_block + first)
+                )
+                first += run
+        self._held[slot, first_block : first_block + count] = True
+
+    def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
+        """See the contract. Raises ValueError for rows out of range, or a position that does not follow held KV."""
+        compiled = self._compiled
+        self._check_rows(rows)
+        tokens = np.zeros(self.num_slots, np.int32)
+        logprobs = np.zeros(self.num_slots, np.float32)
+        slots = np.flatnonzero(rows.active)
+        if not slots.size:
+            return tokens, logprobs
+        batch = next(size for size in self._batches if size > slots[-1])
+        active = rows.active[:batch]
+        positions = np.where(active, rows.positions[:batch], 0)
+        with self._guard():
+            x = compiled.embed[batch](self._embedding, np.where(active, rows.tokens[:batch], 0))
+            for group, layers in enumerate(self._layers):
+                x, self._cache[group] = compiled.group[batch](layers, x, self._cache[group], positions, active)
+            if np.any(rows.temperature[slots] > 0.0):
+                draw = sampling.Draw(
+                    rows.temperature[:batch], rows.top_k[:batch], rows.top_p[:batch], rows.seed[:batch], rows.steps[:batch]
+                )
+                drawn = compiled.sampled[batch](self._head_params, x, draw)
+            else:
+                drawn = compiled.greedy[batch](self._head_params, x)
+            tokens[:batch], logprobs[:batch] = np.asarray(drawn[0]), np.asarray(drawn[1])
+        self._held[slots, rows.positions[slots] // self._cfg.block_tokens] = True
+        return tokens, logprobs
+
+    def extract(self, slot: int, block: int) -> np.ndarray:
+        """See the contract. Raises ValueError for a slot or block out of range, or one that holds nothing."""
+        self._check_slot(slot)
+        if not 0 <= block < self._num_blocks or not self._held[slot, block]:
+            raise ValueError(f"block {block} of slot {slot}: nothing was written there")
+        with self._guard():
+            taken = self._compiled.extract(self._cache, np.int32(slot), np.int32(block))
+            return np.asarray(taken).view(self.format.item_dtype)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} of {self.num_slots}")
+
+    def _check_rows(self, rows: BatchRows) -> None:
+        for name, column, dtype in zip(rows._fields, rows, _ROW_DTYPES, strict=True):
+            if column.shape != (self.num_slots,) or column.dtype != dtype:
+                raise ValueError(
+                    f"rows.{name}: {column.shape} {column.dtype}, expected ({self.num_slots},) {np.dtype(dtype)}"
+                )
+        slots = np.flatnonzero(rows.active)
+        positions, tokens = rows.positions[slots], rows.tokens[slots]
+        if np.any((positions < 0) | (positions >= self.max_tokens)):
+            raise ValueError(f"positions {positions.tolist()} of slots {slots.tolist()}: expected 0 … {self.max_tokens - 1}")
+        if np.any((tokens < 0) | (tokens >= self._cfg.vocab_size)):
+            raise ValueError(f"tokens {tokens.tolist()} of slots {slots.tolist()}: the vocabulary has {self._cfg.vocab_size}")
+        held = self.format.block_tokens * np.logical_and.accumulate(self._held[slots], axis=1).sum(axis=1)
+        if np.any(positions > held):
+            raise ValueError(f"positions {positions.tolist()} of slots {slots.tolist()}, which hold {held.tolist()} tokens")
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """A failed step may have consumed its donated cache: start again from an empty one, so that serving goes on.
+
+        All slots lose what they held; `generate` refuses them until blocks are inserted again.
+        """
+        try:
+            yield
+        except Exception:
+            self._reset()
+            raise
+
+    def _reset(self) -> None:
+        shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
+        layers = range(self._cfg.layers_per_group)
+        self._cache = [
+            [jax.device_put(np.zeros(shape, self._storage)) for _ in layers] for _ in range(self.format.num_groups)
+        ]
+        self._held = np.zeros((self.num_slots, self._num_blocks), np.bool_)  # blocks that were ever written
+
+    def _compile(self) -> _Programs:
+        cfg, platform, zero = self._cfg, self._platform, np.int32(0)
+        embed, group, greedy, sampled = {}, {}, {}, {}
+        group_step = functools.partial(llama.decode_group, cfg, platform)
+        for batch in self._batches:
+            x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32)
+            ids, active = np.zeros(batch, np.int32), np.zeros(batch, np.bool_)
+            draw = sampling.Draw(*(np.zeros(batch, dtype) for dtype in sampling.DRAW_DTYPES))
+            embed[batch] = program(llama.embed, self._embedding, ids)
+            group[batch] = program(group_step, self._layers[0], x, self._cache[0], ids, active, donate=[2])
+            greedy[batch] = program(functools.partial(draw_greedy, cfg, platform), self._head_params, x)
+            sampled[batch] = program(functools.partial(draw_sampled, cfg, platform), self._head_params, x, draw)
+        insert = {}
+        for run in buckets(1, self.insert_blocks):
+            blocks = jax.ShapeDtypeStruct((run, *self.format.shape), self._storage)
+            insert[run] = program(cache.insert_blocks, self._cache, blocks, zero, zero, donate=[0])
+        return _Programs(embed, group, greedy, sampled, insert, program(cache.extract_block, self._cache, zero, zero))
+
+    @property
+    def _compiled(self) -> _Programs:
+        if self._programs is None:
+            raise RuntimeError("decode engine: call warm_up() before the first use")
+        return self._programs

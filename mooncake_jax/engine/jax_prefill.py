@@ -1,0 +1,336 @@
+"""The prefill engine: prompts tile by tile into device slots, one compiled program per layer group and tile size.
+
+A tile is dispatched group by group and nothing waits for the device, so a group's KV is out while later groups still
+compute. Tiles are padded to a few sizes; everything is compiled in `warm_up`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvstore.block import BlockFormat
+from models import cache, llama, sampling
+from models import platform as platforms
+from models.config import LlamaConfig
+from models.platform import Platform
+from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
+from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.request import Sampling
+
+_SMALLEST_TILE = 16
+_LOAD_BLOCKS = 32  # prefix blocks that one program inserts, at most; a power of two
+
+
+class TokenScores(NamedTuple):
+    """What the model thought of given next tokens, `[T]` each."""
+
+    logprobs: np.ndarray  # float32: log probability of the given token
+    best: np.ndarray  # int32: the most likely token
+    margins: np.ndarray  # float32: by how much its log probability leads the runner-up's
+
+
+class _Programs(NamedTuple):
+    """Everything serving runs, compiled; dictionaries are by tile size, `insert` by number of blocks."""
+
+    embed: dict[int, Callable[..., Any]]
+    group: dict[int, Callable[..., Any]]
+    last: dict[int, Callable[..., Any]]
+    insert: dict[int, Callable[..., Any]]
+    greedy: Callable[..., Any]
+    sampled: Callable[..., Any]
+
+
+def block_format(cfg: LlamaConfig, dtype: str) -> BlockFormat:
+    """The KV blocks of this model in this dtype."""
+    return BlockFormat(
+        num_layers=cfg.num_layers,
+        num_kv_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        block_tokens=cfg.block_tokens,
+        dtype=dtype,
+        layers_per_group=cfg.layers_per_group,
+    )
+
+
+class JaxPrefillEngine:
+    """`mooncake_jax.engine.contract.PrefillEngine` on JAX. Owned by one thread.
+
+    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32").
+    """
+
+    def __init__(
+        self,
+        cfg: LlamaConfig,
+        params: llama.Params,
+        *,
+        dtype: str,
+        num_slots: int,
+        max_tokens: int,
+        fingerprint: bytes,
+        platform: Platform | None = None,
+    ) -> None:
+        if not 1 <= max_tokens <= cfg.max_position:
+            raise ValueError(f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens")
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be positive, got {num_slots}")
+        self.format = block_format(cfg, dtype)
+        self.fingerprint = fingerprint
+        self.max_tokens = max_tokens
+        self.num_slots = num_slots
+        self._cfg = cfg
+        self._platform = platform or platforms.current()
+        Z = cfg.block_tokens
+        self.tile_tokens = -(-min(self._platform.tile_tokens, max_tokens) // Z) * Z
+        self._tiles = buckets(min(_SMALLEST_TILE, self.tile_tokens), self.tile_tokens)
+        params = llama.prepare(cfg, params, dtype, self._platform)
+        self._embedding = params["embed"]
+        self._head_params = {"final_norm": params["final_norm"], "lm_head": params["lm_head"]}
+        size = cfg.layers_per_group
+        self._layers = [params["layers"][i : i + size] for i in range(0, cfg.num_layers, size)]
+        self._storage = self._platform.storage_dtype(dtype)
+        run = self._platform.prefill_pages(cfg)
+        pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
+        self._num_pages = -(-pages // run) * run
+        self._staging = np.zeros((_LOAD_BLOCKS, *self.format.group_shape), self.format.item_dtype)
+        self._compiles = process_compiles()
+        self._ready_at: int | None = None
+        self._programs: _Programs | None = None
+        self._score = jax.jit(functools.partial(_score_rows, cfg, self._platform))
+        self._reset()
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """New executables in this process since the last `warm_up`; 0 before the first."""
+        return 0 if self._ready_at is None else self._compiles.total - self._ready_at
+
+    def warm_up(self) -> None:
+        """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
+        if self._programs is None:
+            self._programs = self._compile()
+            for tile in self._tiles:
+                tokens = np.zeros(min(tile, self.max_tokens), np.int32)
+                for sample in (Sampling(), Sampling(temperature=1.0)):
+                    for _ in self.prefill(0, tokens, 0, sample=sample):
+                        pass
+            self._filled[:] = 0
+        self._ready_at = self._compiles.total
+
+    def prefill(
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        start: int,
+        *,
+        load: Callable[[int], Sequence[np.ndarray]] | None = None,
+        sample: Sampling | None = None,
+    ) -> Iterator[GroupKV | Sampled]:
+        """See the contract. Arguments are checked here, before the first item is asked for."""
+        tokens = self._check(slot, tokens, start, prefix_held=load is not None)
+        return self._run(slot, tokens, start, load, sample)
+
+    def score(self, slot: int, tokens: np.ndarray, start: int, targets: np.ndarray) -> TokenScores:
+        """Compute a tile like `prefill`, and say how likely each of `targets` `[T]` was to follow its token.
+
+        For oracles and tests; the first call of each tile size compiles, so serving does not use it.
+        """
+        tokens = self._check(slot, tokens, start, prefix_held=False)
+        targets = np.asarray(targets, np.int32)
+        if targets.shape != tokens.shape:
+            raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
+        with self._guard():
+            x = self._embed(tokens)
+            for group in range(self.format.num_groups):
+                x, _ = self._dispatch(group, x, slot, start, tokens.size)
+            self._filled[slot] = start + tokens.size
+            padded = np.zeros(x.shape[0], np.int32)
+            padded[: targets.size] = targets
+            scores = self._score(self._head_params, x, padded)
+            return TokenScores(*(np.asarray(part)[: targets.size] for part in scores))
+
+    def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
+        if self._programs is None:
+            raise RuntimeError("prefill engine: call warm_up() before the first use")
+        tokens = np.asarray(tokens)
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} of {self.num_slots}")
+        if tokens.ndim != 1 or not 1 <= tokens.size <= self.tile_tokens:
+            raise ValueError(f"tokens of shape {tokens.shape}: expected [T] with 1 ≤ T ≤ {self.tile_tokens}")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"token ids must be integers, got {tokens.dtype}")
+        if tokens.min() < 0 or tokens.max() >= self._cfg.vocab_size:
+            raise ValueError(f"token ids {tokens.min()} … {tokens.max()}: the vocabulary has {self._cfg.vocab_size}")
+        if start < 0 or start % self._cfg.block_tokens:
+            raise ValueError(f"start {start} is not a multiple of the block size {self._cfg.block_tokens}")
+        if start + tokens.size > self.max_tokens:
+            raise ValueError(f"positions {start} … {start + tokens.size - 1}: the engine holds {self.max_tokens}")
+        if not prefix_held and start > self._filled[slot]:
+            raise ValueError(f"start {start} of slot {slot}, which holds {self._filled[slot]} tokens")
+        return tokens.astype(np.int32, copy=False)
+
+    def _run(
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        start: int,
+        load: Callable[[int], Sequence[np.ndarray]] | None,
+        sample: Sampling | None,
+    ) -> Iterator[GroupKV | Sampled]:
+        self._filled[slot] = 0
+        pending: deque[tuple[int, jax.Array]] = deque()
+        with self._guard():
+            x = self._embed(tokens)
+        for group in range(self.format.num_groups):
+            prefix: Sequence[np.ndarray] = []
+            if load is not None:
+                prefix = load(group)
+                self._check_prefix(group, prefix, start // self._cfg.block_tokens)
+            with self._guard():
+                self._insert_prefix(group, slot, prefix)
+                x, blocks = self._dispatch(group, x, slot, start, tokens.size)
+            pending.append((group, blocks))
+            if load is not None and group > 0:  # the device has the next group to do meanwhile
+                yield self._finish(*pending.popleft(), start, tokens.size)
+        drawn = None
+        if sample is not None:
+            with self._guard():
+                drawn = self._draw(x, tokens.size - 1, sample)
+        self._filled[slot] = start + tokens.size
+        while pending:
+            yield self._finish(*pending.popleft(), start, tokens.size)
+        if drawn is not None:
+            with self._guard():
+                token, logprob = (np.asarray(part)[0] for part in drawn)
+            yield Sampled(int(token), float(logprob))
+
+    def _embed(self, tokens: np.ndarray) -> jax.Array:
+        tile = next(size for size in self._tiles if size >= tokens.size)
+        padded = np.zeros(tile, np.int32)
+        padded[: tokens.size] = tokens
+        return self._compiled.embed[tile](self._embedding, padded)
+
+    def _dispatch(self, group: int, x: jax.Array, slot: int, start: int, num_valid: int) -> tuple[jax.Array, jax.Array]:
+        x, self._cache[group], blocks = self._compiled.group[x.shape[0]](
+            self._layers[group], x, self._cache[group], np.int32(slot), np.int32(start), np.int32(num_valid)
+        )
+        return x, blocks
+
+    def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
+        with self._guard():
+            host = np.asarray(blocks).view(self.format.item_dtype)
+        return GroupKV(group, start // self._cfg.block_tokens, host[: self.format.num_blocks(num_valid)])
+
+    def _draw(self, x: jax.Array, row: int, sample: Sampling) -> tuple[jax.Array, jax.Array]:
+        last = self._compiled.last[x.shape[0]](x, np.int32(row))
+        if sample.temperature == 0.0:
+            return self._compiled.greedy(self._head_params, last)
+        draw = sampling.Draw(
+            temperature=np.array([sample.temperature], np.float32),
+            top_k=np.array([sample.top_k], np.int32),
+            top_p=np.array([sample.top_p], np.float32),
+            seed=np.array([sample.seed], np.uint32),
+            step=np.zeros(1, np.int32),
+        )
+        return self._compiled.sampled(self._head_params, last, draw)
+
+    def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
+        if len(blocks) != count:
+            raise ValueError(f"layer group {group}: load gave {len(blocks)} prefix blocks, {count} precede the tile")
+        for i, block in enumerate(blocks):
+            if block.shape != self.format.group_shape or block.dtype != self.format.item_dtype:
+                raise ValueError(
+                    f"layer group {group}, prefix block {i}: load gave {block.shape} {block.dtype}, "
+                    f"expected {self.format.group_shape} {self.format.item_dtype}"
+                )
+
+    def _insert_prefix(self, group: int, slot: int, blocks: Sequence[np.ndarray]) -> None:
+        """Copy a group's prefix from store memory into the cache, a run of blocks at a time."""
+        first = 0
+        for run in binary_runs(len(blocks), _LOAD_BLOCKS):
+            for i in range(run):
+                self._staging[i] = blocks[first + i]
+            self._cache[group] = self._compiled.insert[run](
+                self._cache[group], self._staging[:run].view(self._storage), np.int32(slot), np.int32(first)
+            )
+            first += run
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """A failed step may have consumed its donated cache: start again from an empty one, so that serving goes on.
+
+        Other slots lose what they held; their next tile is refused, because it does not follow what the slot holds.
+        """
+        try:
+            yield
+        except Exception:
+            self._reset()
+            raise
+
+    def _reset(self) -> None:
+        shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
+        layers = range(self._cfg.layers_per_group)
+        self._cache = [
+            [jax.device_put(np.zeros(shape, self._storage)) for _ in layers] for _ in range(self.format.num_groups)
+        ]
+        self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
+
+    def _compile(self) -> _Programs:
+        cfg, platform = self._cfg, self._platform
+        zero, row = np.int32(0), jax.ShapeDtypeStruct((1, cfg.d_model), jnp.float32)
+        draw = sampling.Draw(*(np.zeros(1, dtype) for dtype in sampling.DRAW_DTYPES))
+        group_step = functools.partial(llama.prefill_group, cfg, platform)
+        embed, group, last = {}, {}, {}
+        for tile in self._tiles:
+            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32)
+            embed[tile] = program(llama.embed, self._embedding, np.zeros(tile, np.int32))
+            group[tile] = program(group_step, self._layers[0], x, self._cache[0], zero, zero, zero, donate=[2])
+            last[tile] = program(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1), x, zero)
+        staging = self._staging.view(self._storage)
+        return _Programs(
+            embed=embed,
+            group=group,
+            last=last,
+            insert={
+                run: program(cache.insert_blocks, self._cache[0], staging[:run], zero, zero, donate=[0])
+                for run in buckets(1, _LOAD_BLOCKS)
+            },
+            greedy=program(functools.partial(draw_greedy, cfg, platform), self._head_params, row),
+            sampled=program(functools.partial(draw_sampled, cfg, platform), self._head_params, row, draw),
+        )
+
+    @property
+    def _compiled(self) -> _Programs:
+        if self._programs is None:
+            raise RuntimeError("prefill engine: call warm_up() before the first use")
+        return self._programs
+
+
+def draw_greedy(
+    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Final activations `[B, D]` → the most likely tokens `[B]` and their log probabilities `[B]`."""
+    return sampling.greedy(llama.head(cfg, platform, params, x))
+
+
+def draw_sampled(
+    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array, draw: sampling.Draw
+) -> tuple[jax.Array, jax.Array]:
+    """Final activations `[B, D]` → tokens drawn as `draw` says, and their log probabilities."""
+    return sampling.sample(llama.head(cfg, platform, params, x), draw)
+
+
+def _score_rows(
+    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    logits = llama.head(cfg, platform, params, x)
+    best, _ = sampling.greedy(logits)
+    others = jnp.where(jnp.arange(cfg.vocab_size)[None] == best[:, None], -jnp.inf, logits)
+    return sampling.log_probability(logits, targets), best, logits.max(-1) - others.max(-1)

@@ -1,0 +1,268 @@
+"""The HTTP application: routes, limits, and one request's way through validation, backend and writer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvstore.errors import StoreError
+from mooncake_jax.frontend import chat, completions, schema
+from mooncake_jax.frontend.answer import Answer, deltas
+from mooncake_jax.frontend.backend import Backend
+from mooncake_jax.frontend.config import FrontendConfig
+from mooncake_jax.frontend.errors import ApiError, from_domain, invalid
+from mooncake_jax.frontend.job import Job, answer_length, build_job, check_vocabulary
+from mooncake_jax.frontend.metrics import Metrics
+from mooncake_jax.frontend.stream import EventStream
+from mooncake_jax.frontend.text import Tokenizer
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Writer = completions.CompletionWriter | chat.ChatWriter
+METRICS = web.AppKey("metrics", Metrics)
+log = logging.getLogger(__name__)
+
+
+def build_app(config: FrontendConfig, tokenizer: Tokenizer, backend: Backend) -> web.Application:
+    """Serve it with `handler_cancellation=True`: a client that leaves must cancel its handler."""
+    return Frontend(config, tokenizer, backend).app
+
+
+class Frontend:
+    """Handlers of one app. The backend starts and stops with it."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, backend: Backend):
+        self._config, self._tokenizer, self._backend = config, tokenizer, backend
+        self._metrics = Metrics(lambda: backend.cluster)
+        self._num_running = 0
+        self._created = int(time.time())
+        self.app = web.Application(client_max_size=config.max_body_nbytes, middlewares=[_errors])
+        self.app[METRICS] = self._metrics
+        self.app.cleanup_ctx.append(self._lifetime)
+        self.app.add_routes(
+            [
+                web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat),
+                web.get("/v1/models", self.models),
+                web.get("/v1/models/{model:.+}", self.model),
+                web.get("/health", self.health),
+                web.get("/ready", self.ready),
+                web.get("/metrics", self.metrics),
+            ]
+        )
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        body = schema.decode(await self._body(http), schema.CompletionBody)
+        self._check_model(body.model)
+        prompt = body.single_prompt()
+        if isinstance(prompt, str):
+            prompt = await self._tokenized("prompt", self._tokenizer.encode, prompt)
+        job = self._job(
+            body,
+            prompt,
+            body.max_tokens,
+            self._config.completion_max_tokens,
+            completions.ID_PREFIX,
+            body.logprobs is not None,
+        )
+        return await self._answer(http, job, completions.CompletionWriter(job))
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        body = schema.decode(await self._body(http), schema.ChatBody)
+        self._check_model(body.model)
+        messages = [message.plain() for message in body.messages]
+        tokens = await self._tokenized("messages", self._tokenizer.chat, messages)
+        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        job = self._job(
+            body, tokens, wanted, self._config.chat_max_tokens, chat.ID_PREFIX, bool(body.logprobs)
+        )
+        return await self._answer(http, job, chat.ChatWriter(job))
+
+    async def models(self, _: web.Request) -> web.StreamResponse:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: web.Request) -> web.StreamResponse:
+        self._check_model(http.match_info["model"])
+        return _json(self._model())
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        return _json({"status": "alive"})
+
+    async def ready(self, _: web.Request) -> web.StreamResponse:
+        self._limit()
+        return _json({"status": "ready"})
+
+    async def metrics(self, _: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _body(self, http: web.Request) -> bytes:
+        if http.content_type != "application/json":
+            raise ApiError(
+                415,
+                f"Content-Type is {http.content_type!r}: send application/json",
+                code="unsupported_media_type",
+            )
+        try:
+            return await http.read()
+        except web.RequestPayloadError as error:
+            raise invalid(f"the body could not be read: {error}", code="invalid_body") from None
+
+    def _check_model(self, name: str) -> None:
+        if name != self._config.model:
+            raise ApiError(
+                404,
+                f"no model {name!r} here: this server has {self._config.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _model(self) -> dict[str, Any]:
+        model = {
+            "id": self._config.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mooncake_jax",
+        }
+        return model | {"max_model_len": self._backend.max_tokens}
+
+    def _limit(self) -> int:
+        limit = self._backend.max_tokens
+        if limit is None:
+            raise ApiError(
+                503,
+                "not ready: no prefill and decode instance is serving yet",
+                code="not_ready",
+                retry_after_seconds=1.0,
+            )
+        return limit
+
+    async def _tokenized(self, param: str, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
+        """Off the event loop: a long prompt takes a while."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, encode, text)
+        except ValueError as error:
+            raise invalid(str(error), param) from None
+
+    def _job(
+        self,
+        body: schema.Options,
+        tokens: list[int],
+        wanted: int | None,
+        default: int,
+        id_prefix: str,
+        logprobs: bool,
+    ) -> Job:
+        if not tokens:
+            raise invalid("the prompt is empty: it has no tokens", "prompt")
+        check_vocabulary(tokens, self._config.vocab_size)
+        max_tokens = answer_length(len(tokens), wanted, default, self._limit())
+        return build_job(
+            body,
+            tokens,
+            id_prefix=id_prefix,
+            created=int(time.time()),
+            max_tokens=max_tokens,
+            stop_ids=self._tokenizer.eos_ids,
+            logprobs=logprobs,
+        )
+
+    async def _answer(self, http: web.Request, job: Job, writer: Writer) -> web.StreamResponse:
+        answer = Answer(job)
+        with self._running():
+            async with aclosing(deltas(answer, self._backend, self._tokenizer, self._metrics)) as parts:
+                if job.stream:
+                    return await self._streamed(http, answer, writer, parts)
+                async for _ in parts:
+                    pass
+        return _json(writer.whole(answer))
+
+    async def _streamed(
+        self, http: web.Request, answer: Answer, writer: Writer, parts: AsyncIterator[Any]
+    ) -> web.StreamResponse:
+        job, stream = answer.job, EventStream(http)
+        verbose = job.logprobs or job.return_token_ids
+        try:
+            async for delta in parts:
+                opening = [] if stream.started else writer.opening()
+                if not (opening or delta.text or delta.finish or verbose):
+                    continue
+                chunk = writer.chunk(delta)
+                if delta.finish:
+                    chunk["mooncake"] = answer.route()
+                await stream.send(*opening, chunk)
+            if job.include_usage:
+                await stream.send(writer.usage(answer))
+            return await stream.done()
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not stream.started:
+                raise
+            return await stream.fail(_api_error(error))
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """One of the requests in flight. Raises ApiError (429) when there are too many."""
+        if self._num_running >= self._config.max_concurrent:
+            raise ApiError(
+                429,
+                f"{self._num_running} requests are running already",
+                code="overloaded",
+                retry_after_seconds=1.0,
+            )
+        self._num_running += 1
+        self._metrics.in_flight.inc()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._metrics.in_flight.dec()
+
+    async def _lifetime(self, _: web.Application) -> AsyncIterator[None]:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        await self._backend.start()
+        yield
+        await self._backend.close()
+        self._pool.shutdown()
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever goes wrong leaves in OpenAI's error shape."""
+    resource = request.match_info.route.resource
+    endpoint = resource.canonical if resource else "other"
+    try:
+        response = await handler(request)
+    except ConnectionError:
+        log.info("%s: the client left", endpoint)
+        raise
+    except Exception as error:
+        response = _api_error(error).response()
+        if isinstance(error, web.HTTPException) and "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+    request.app[METRICS].requests.labels(endpoint, str(response.status)).inc()
+    return response
+
+
+def _json(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, StoreError):
+        return from_domain(error)
+    if isinstance(error, web.HTTPException):
+        return ApiError(error.status, error.text or error.reason)
+    log.exception("unexpected error in a handler", exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}", code="internal")

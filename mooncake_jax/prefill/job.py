@@ -1,0 +1,166 @@
+"""One request on its way through a prefill instance, and everything it holds there."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.block import BlockFormat
+from kvstore.client import Client
+from kvstore.errors import StoreError
+from kvstore.node import Node
+from kvstore.transfer.engine import TransferEngine
+from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.prefill.discipline import Candidate
+from mooncake_jax.prefill.home_copy import HomeCopy
+from mooncake_jax.prefill.prefix import Prefix
+from mooncake_jax.prefill.streaming import KVStream
+from mooncake_jax.request import FirstToken, PrefillDone, PrefillRequest
+from mooncake_jax.staging_layout import StagingLayout
+
+
+class KVPaths(NamedTuple):
+    """What KV moves through on a prefill instance."""
+
+    format: BlockFormat
+    home: Node
+    client: Client
+    transfer: TransferEngine
+
+
+class PrefillJob:
+    """Made and closed by the request's handler; the worker that owns the engine begins it and computes its tiles.
+
+    `events` carries FirstToken, or the error that ended it, or None when it was cancelled.
+    """
+
+    def __init__(self, request: PrefillRequest, paths: KVPaths, on_progress: Callable[[], None]):
+        self.request = request.request
+        self.tokens = np.array(request.request.tokens, np.int32)
+        self.events: queue.SimpleQueue[FirstToken | StoreError | None] = queue.SimpleQueue()
+        self.slot: int | None = None
+        self.position = 0  # tokens in the cache
+        self.cancelled = False
+        self._staging, self._paths, self._on_progress = request.staging, paths, on_progress
+        self._keys = request.placement.keys
+        self._stream: KVStream | None = None
+        self._loads_prefix = False
+        self._arrived = time.monotonic()
+        self._began = self._first_token = self._arrived
+        self._served_seconds = 0.0
+        num_tokens = len(self.tokens)
+        self._prefix = Prefix(
+            paths.home, paths.client, paths.format, request.placement, num_tokens, on_progress
+        )
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens not cached and not yet computed; a forecast until it has begun."""
+        if self.slot is not None:
+            return len(self.tokens) - self.position
+        return len(self.tokens) - self._prefix.expected_blocks * self._paths.format.block_tokens
+
+    @property
+    def pending_nbytes(self) -> int:
+        """KV computed or reused, and not yet delivered."""
+        return self._stream.pending_nbytes if self._stream is not None else 0
+
+    @property
+    def is_ready(self) -> bool:
+        """The prefix is there, or will be by the time a layer group needs it."""
+        return self._prefix.is_ready
+
+    def candidate(self, now_seconds: float) -> Candidate:
+        waited = now_seconds - self._arrived - self._served_seconds
+        return Candidate(waited, self.remaining_tokens, self.slot is not None)
+
+    def begin(self, slot: int, *, again: bool = False) -> None:
+        """Takes an engine slot, fixes the reused prefix and opens the stream. `again`: after `give_up_fetched`."""
+        if not again:
+            self._began = time.monotonic()
+        f, home = self._paths.format, self._paths.home
+        self.slot = slot
+        cached = self._prefix.begin()
+        self.position = cached * f.block_tokens
+        self._loads_prefix = cached > 0
+        layout = StagingLayout(
+            f, self._staging.num_blocks if self._staging else f.num_blocks(len(self.tokens))
+        )
+        self._stream = KVStream(
+            self._paths.transfer,
+            layout,
+            staging=self._staging,
+            home=HomeCopy(home, f, self._keys[cached:], cached),
+            on_progress=self._on_progress,
+            again=again,
+        )
+        self._stream.add_prefix(0, *self._prefix.whole_blocks(0, self._prefix.num_home_blocks))
+
+    def give_up_fetched(self) -> None:
+        """The fetched part of the prefix is lost: back to before the first tile, with what the home node has."""
+        if self._stream is not None:
+            self._stream.close()
+        self._prefix.drop_fetched()
+
+    @property
+    def load(self) -> Callable[[int], list[np.ndarray]] | None:
+        """For `PrefillEngine.prefill`: given on the first tile of a request with a reused prefix."""
+        return self._prefix.load if self._loads_prefix else None
+
+    def add_new(self, kv: GroupKV, num_tokens: int) -> None:
+        """New KV of a tile of `num_tokens` tokens. Raises what broke the stream, so that no more is computed."""
+        assert self._stream is not None
+        if self._stream.failure is not None:
+            raise self._stream.failure
+        self._stream.add_new(kv, num_tokens)
+
+    def tile_done(self, num_tokens: int, seconds: float) -> None:
+        """`num_tokens` more are in the cache."""
+        assert self._stream is not None
+        self._served_seconds += seconds
+        self.position += num_tokens
+        if self._loads_prefix:
+            start, stop = self._prefix.num_home_blocks, self._prefix.num_blocks
+            self._stream.add_prefix(start, *self._prefix.whole_blocks(start, stop))
+            self._loads_prefix = False
+
+    def first_token(self, sampled: Sampled) -> FirstToken:
+        """The answer's first token, with how much of the prompt was reused."""
+        self._first_token = time.monotonic()
+        z = self._paths.format.block_tokens
+        return FirstToken(
+            token=sampled.token,
+            logprob=sampled.logprob,
+            cached_tokens=self._prefix.num_blocks * z,
+            fetched_tokens=self._prefix.num_fetched * z,
+        )
+
+    def finish(self) -> PrefillDone:
+        """Returns when all KV has arrived. Raises UnavailableError or InternalError when it cannot."""
+        assert self._stream is not None
+        self._stream.finish()
+        return PrefillDone(
+            queue_seconds=self._began - self._arrived,
+            prefill_seconds=self._first_token - self._began,
+            stream_tail_seconds=time.monotonic() - self._first_token,
+            streamed_nbytes=self._stream.streamed_nbytes,
+        )
+
+    def cancel(self) -> None:
+        """From any thread: the work stops at the next tile edge, and whoever waits on `events` wakes."""
+        self.cancelled = True
+        self._prefix.stop()
+        if self._stream is not None:
+            self._stream.stop()
+        self.events.put(None)
+        self._on_progress()
+
+    def close(self) -> None:
+        """Frees leases, reservations and the stream; no write is in flight after it. The worker must have let go."""
+        if self._stream is not None:
+            self._stream.close()
+        self._prefix.close()

@@ -1,0 +1,8 @@
+"""Puts `tests/` on the path, so that tests can import `fakes` and `e2e`."""
+
+import sys
+from pathlib import Path
+
+_TESTS = str(Path(__file__).parent)
+if _TESTS not in sys.path:
+    sys.path.append(_TESTS)

@@ -1,0 +1,239 @@
+"""A whole cluster in one process, over real gRPC, store and transfers, with engines whose answers are known."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fakes.engine import FORMAT, FakeDecodeEngine, FakePrefillEngine
+
+from kvstore import Directory
+from kvstore.errors import StoreError
+from kvstore.rpc import Empty, Server, Stub
+from mooncake_jax.conductor.config import ConductorConfig
+from mooncake_jax.conductor.service import ConductorService
+from mooncake_jax.decode.config import DecodeConfig
+from mooncake_jax.instance import EngineInstance, InstanceConfig, start_decode, start_prefill
+from mooncake_jax.messages import CONDUCTOR, DECODE, PREFILL, PlaceRequest, RequestEnd
+from mooncake_jax.prefill.config import PrefillConfig
+from mooncake_jax.request import (
+    DecodeRequest,
+    FirstToken,
+    Placement,
+    PrefillDone,
+    PrefillRequest,
+    Request,
+    ReserveRequest,
+    StagingHandle,
+    TokenEvent,
+)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Polls; AssertionError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not after {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+@dataclass
+class Answer:
+    """What a request came to."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str | None
+    first: FirstToken
+    done: PrefillDone
+    placement: Placement
+
+
+class Call:
+    """One request, step by step; `cancel` from any thread ends whatever step is under way."""
+
+    def __init__(self, cluster: FakeCluster, request: Request):
+        self._cluster, self.request = cluster, request
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._replies = None
+
+    def place(self, avoid: Sequence[str] = ()) -> Placement:
+        return self._cluster.conductor.place(PlaceRequest(self.request, list(avoid)))
+
+    def reserve(self, placement: Placement) -> StagingHandle:
+        decode = self._cluster.stub(placement.decode.address, DECODE)
+        tokens = len(self.request.tokens)
+        return decode.reserve(
+            ReserveRequest(self.request.request_id, placement.decode.epoch, tokens, self.request.max_tokens)
+        )
+
+    def prefill(self, placement: Placement, staging: StagingHandle | None) -> tuple[FirstToken, PrefillDone]:
+        stub = self._cluster.stub(placement.prefill.address, PREFILL)
+        first, done = self._follow(stub.prefill(PrefillRequest(self.request, placement, staging)))
+        assert isinstance(first, FirstToken)
+        assert isinstance(done, PrefillDone)
+        return first, done
+
+    def generate(self, placement: Placement, handle: StagingHandle, first_token: int) -> list[TokenEvent]:
+        stub = self._cluster.stub(placement.decode.address, DECODE)
+        return self._follow(stub.generate(DecodeRequest(self.request, handle, first_token)))
+
+    def end(self, ok: bool) -> None:
+        self._cluster.conductor.end(RequestEnd(self.request.request_id, "all", ok, 0.0))
+
+    def run(self, *, change: Callable[[Placement], Placement] = lambda placement: placement) -> Answer:
+        """All steps. `change` may alter the Conductor's decision."""
+        placement = change(self.place())
+        ok = False
+        try:
+            handle = self.reserve(placement)
+            try:
+                first, done = self.prefill(placement, handle)
+            except StoreError:
+                self._cluster.stub(placement.decode.address, DECODE).release(handle)
+                raise
+            events = self.generate(placement, handle, first.token)
+            ok = True
+        finally:
+            self.end(ok)
+        return Answer(
+            tokens=[first.token, *(token for event in events for token in event.tokens)],
+            logprobs=[first.logprob, *(logprob for event in events for logprob in event.logprobs)],
+            finish=events[-1].finish,
+            first=first,
+            done=done,
+            placement=placement,
+        )
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._replies is not None:
+                self._replies.cancel()
+
+    def _follow(self, replies) -> list:
+        with self._lock:
+            self._replies = replies
+            if self._cancelled:
+                replies.cancel()
+        return list(replies)
+
+
+class FakeCluster:
+    """Directory, Conductor, and fake prefill and decode instances. `check_idle` compares all books with their start."""
+
+    def __init__(
+        self,
+        *,
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        host_ids: Callable[[str], str] = lambda name: name,
+        prefill: PrefillConfig | None = None,
+        decode: DecodeConfig | None = None,
+        num_home_blocks: int = 256,
+        prefill_engine: Callable[[], FakePrefillEngine] = FakePrefillEngine,
+        decode_engine: Callable[[], FakeDecodeEngine] = FakeDecodeEngine,
+        transfer_timeout_seconds: float = 5.0,
+    ):
+        """`host_ids`: instance name → host id; equal ones share memory."""
+        with ExitStack() as stack:
+            directory = Directory()
+            stack.callback(directory.close)
+            directory_server = Server(directory.handlers(), max_workers=directory.max_workers)
+            stack.callback(directory_server.close)
+            conductor = ConductorService(ConductorConfig(directory_address=directory_server.address))
+            conductor.start()
+            stack.callback(conductor.close)
+            conductor_server = Server(conductor.handlers())
+            stack.callback(conductor_server.close)
+            self.conductor = Stub(conductor_server.address, CONDUCTOR)
+            stack.callback(self.conductor.close)
+            self._stubs: dict[str, Stub] = {}
+            self._next_id = 0
+
+            def config(name: str) -> InstanceConfig:
+                return InstanceConfig(
+                    name=name,
+                    model="fake",
+                    directory_address=directory_server.address,
+                    conductor_address=conductor_server.address,
+                    host_id=host_ids(name),
+                    dram_nbytes=num_home_blocks * FORMAT.nbytes,
+                    heartbeat_seconds=0.2,
+                    transfer_timeout_seconds=transfer_timeout_seconds,
+                )
+
+            self.engines: dict[str, FakePrefillEngine | FakeDecodeEngine] = {}
+            self.instances: dict[str, EngineInstance] = {}
+            for i in range(num_prefill):
+                name = f"prefill-{i}"
+                self.engines[name] = engine = prefill_engine()
+                self.instances[name] = start_prefill(config(name), engine, prefill or PrefillConfig())
+                stack.callback(self.instances[name].close)
+            decode = decode or DecodeConfig(staging_nbytes=1 << 20, quarantine_seconds=0.2)
+            for i in range(num_decode):
+                name = f"decode-{i}"
+                self.engines[name] = engine = decode_engine()
+                self.instances[name] = start_decode(config(name), engine, decode)
+                stack.callback(self.instances[name].close)
+            total = num_prefill + num_decode
+            wait_until(lambda: len(self.conductor.cluster(Empty()).instances) == total, "all are registered")
+            self._start = {name: self.books(name) for name in self.instances}
+            self._stack = stack.pop_all()
+
+    def stub(self, address: str, table) -> Stub:
+        if address not in self._stubs:
+            self._stubs[address] = Stub(address, table, timeout_seconds=10.0)
+        return self._stubs[address]
+
+    def call(self, tokens: Sequence[int], max_tokens: int = 6, **fields) -> Call:
+        """A request with an id of its own."""
+        self._next_id += 1
+        return Call(self, Request(f"request-{self._next_id}", list(tokens), max_tokens, **fields))
+
+    def ask(self, tokens: Sequence[int], max_tokens: int = 6, *, change=lambda p: p, **fields) -> Answer:
+        return self.call(tokens, max_tokens, **fields).run(change=change)
+
+    def books(self, name: str) -> dict[str, float]:
+        table = PREFILL if name.startswith("prefill") else DECODE
+        return self.stub(self.instances[name].address, table).status(Empty()).books
+
+    def counters(self, name: str) -> dict[str, float]:
+        return self.instances[name].service.load().counters
+
+    def settle(self) -> None:
+        """Returns when the directory and the Conductor know what every node holds."""
+        for instance in self.instances.values():
+            service = instance.service
+            wait_until(lambda s=service: s.books().get("saving_blocks", 0) == 0, "answers are saved")
+            assert instance.home.flush(5.0)
+        time.sleep(0.05)  # from the directory to the Conductor's replica
+
+    def check_idle(self) -> None:
+        """Every book is back at its start, in a generous time."""
+        for name, start in self._start.items():
+            wait_until(
+                lambda name=name, start=start: self.books(name) == start,
+                f"books of {name}: {start}, now {self.books(name)}",
+            )
+            self.instances[name].home.validate()
+        wait_until(lambda: self.conductor.cluster(Empty()).num_bookings == 0, "no bookings are left")
+
+    def close(self) -> None:
+        for stub in self._stubs.values():
+            stub.close()
+        self._stack.close()
+
+    def __enter__(self) -> FakeCluster:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.check_idle()
+        finally:
+            self.close()

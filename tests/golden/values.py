@@ -1,0 +1,28 @@
+"""Golden values for tests, and the model file that some of them belong to."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.model_cache import GGUF, cache_directory
+
+HERE = Path(__file__).parent
+TINY_LLAMA = HERE / "tiny_llama"
+
+
+def smollm2() -> dict:
+    return json.loads((HERE / "smollm2.json").read_text())
+
+
+def tiny_llama_logits() -> dict:
+    return json.loads((TINY_LLAMA / "logits.json").read_text())
+
+
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct's GGUF from $MOONCAKE_MODEL or the user's cache; skips the test if it is in neither."""
+    path = Path(os.environ.get("MOONCAKE_MODEL") or cache_directory() / GGUF)
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: run `python -m launch.fetch` or set MOONCAKE_MODEL")
+    return path

@@ -1,0 +1,80 @@
+"""Estimators by hand, and the bounds of the online correction."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidError
+from mooncake_jax.conductor.estimate import FACTOR_BOUNDS, CostModel, busy_until, corrected
+
+
+def test_prefill_counts_tokens_pairs_and_reused_tokens():
+    cost = CostModel(
+        prefill_base_seconds=1.0,
+        prefill_seconds_per_token=0.1,
+        prefill_seconds_per_pair=0.01,
+        prefill_seconds_per_prefix_token=0.001,
+    )
+    # 6 new tokens after 4: pairs 6 * 4 + 6 * 6 / 2 = 42
+    assert cost.prefill_seconds(10, 4.0) == pytest.approx(1.0 + 0.6 + 0.42 + 0.004)
+    assert cost.prefill_seconds(10, np.array([0.0, 4.0])) == pytest.approx([1.0 + 1.0 + 0.5, 2.024])
+
+
+def test_the_papers_prefill_times_fit():
+    cost = CostModel(
+        prefill_base_seconds=0.071,
+        prefill_seconds_per_token=101.5e-6,
+        prefill_seconds_per_pair=2 * 964e-12,
+        prefill_seconds_per_prefix_token=0.0,
+    )
+    for num_tokens, seconds in ((8192, 0.93), (32768, 4.4), (131072, 27.6)):  # Figure 14, nothing cached
+        assert cost.prefill_seconds(num_tokens, 0.0) == pytest.approx(seconds, rel=0.1)
+
+
+def test_transfer_queue_and_interval():
+    cost = CostModel(transfer_base_seconds=0.5, transfer_nbytes_per_second=100.0, prefill_seconds_per_token=0.01)
+    assert cost.transfer_seconds(50.0) == pytest.approx(1.0)
+    assert cost.queue_seconds(100, 50.0, factor=9.0) == pytest.approx(2.0)
+    assert cost.queue_seconds(100, 0.0, factor=2.0) == pytest.approx(2.0)
+    assert cost.queue_seconds(0, 0.0, factor=2.0) == 0.0
+    cost = CostModel(tbt_base_seconds=0.1, tbt_seconds_per_request=0.01, tbt_seconds_per_kv_token=0.001)
+    assert cost.tbt_seconds(3, 20) == pytest.approx(0.15)
+
+
+def test_a_queue_goes_on_from_its_report_booking_by_booking():
+    assert busy_until(10.0, 2.0, []) == 12.0
+    assert busy_until(10.0, 2.0, [(9.0, 1.0), (11.0, 1.0)]) == 14.0
+    assert busy_until(10.0, 0.0, [(15.0, 1.0), (15.5, 1.0), (30.0, 1.0)]) == 31.0
+
+
+times = st.floats(1e-6, 1e6)
+
+
+@given(factor=st.floats(*FACTOR_BOUNDS), forecast=times, measured=times)
+def test_a_correction_goes_the_right_way_and_not_far(factor, forecast, measured):
+    after = corrected(factor, forecast_seconds=forecast, measured_seconds=measured)
+    assert FACTOR_BOUNDS[0] <= after <= FACTOR_BOUNDS[1]
+    assert (after - factor) * (measured - forecast) >= 0
+    assert 4**-0.1 / 1.0001 <= after / factor <= 4**0.1 * 1.0001
+
+
+@pytest.mark.parametrize(("forecast", "measured"), [(0.0, 1.0), (1.0, 0.0), (1.0, float("inf"))])
+def test_nothing_is_learnt_from_nothing(forecast, measured):
+    assert corrected(2.0, forecast_seconds=forecast, measured_seconds=measured) == 2.0
+
+
+def test_a_model_is_loaded_from_json(tmp_path):
+    path = tmp_path / "cost.json"
+    model = CostModel(version=3, tbt_base_seconds=0.5)
+    path.write_bytes(msgspec.json.encode(model))
+    assert CostModel.load(path) == model
+    path.write_text('{"tbt_base_seconds": -1}')
+    with pytest.raises(InvalidError, match="tbt_base_seconds"):
+        CostModel.load(path)
+    path.write_text('{"tbt_base_secs": 1}')
+    with pytest.raises(InvalidError, match="tbt_base_secs"):
+        CostModel.load(path)
+    with pytest.raises(InvalidError, match="missing"):
+        CostModel.load(tmp_path / "missing.json")
