@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class Announcer:
     """Registers `info`, then announces what `store` gains and loses until closed.
 
-    A directory that does not know the node (it restarted, or thought it dead) makes it register again and
-    announce everything. A directory that has replaced this node by another of its name ends the announcing.
+    A directory that does not know the node (it restarted, or thought it dead), or refuses what it says, makes
+    it register again and announce everything. A directory that has replaced this node by another of its name ends the announcing.
     """
 
     def __init__(self, directory_address: str, info: NodeInfo, store: SlotStore):
@@ -66,13 +66,12 @@ class Announcer:
             try:
                 self._step()
                 backoff = _FIRST_BACKOFF_SECONDS
-            except (StaleError, InvalidError) as error:
+            except StaleError as error:
                 log.error("node %s is no longer announced: %s", self._info.name, error)
                 return
             except StoreError as error:
-                log.warning(
-                    "node %s cannot reach the directory, again in %.2f s: %s", self._info.name, backoff, error
-                )
+                log.warning("node %s was not heard, again in %.2f s: %s", self._info.name, backoff, error)
+                self._registered = self._registered and not isinstance(error, InvalidError)
                 self._stopped.wait(backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
 

@@ -90,6 +90,11 @@ def tagged_digest(**fields: str | bytes | int) -> bytes:
     return h.digest()
 
 
+def pool_fingerprint(weights: bytes, blocks: BlockFormat) -> bytes:
+    """Who may share KV blocks: equal weights and config (their fingerprint `weights`), layout, dtype, block size."""
+    return tagged_digest(weights=weights, layout=LAYOUT, **msgspec.structs.asdict(blocks))
+
+
 def root_key(fingerprint: bytes, salt: str = "") -> bytes:
     """The parent of a prompt's first block: weights, config, dtype and layout (`fingerprint`) and the tenant's salt."""
     return tagged_digest(fingerprint=fingerprint, salt=salt)

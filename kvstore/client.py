@@ -215,7 +215,7 @@ class Client:
                 if held:
                     by_size.setdefault(lease.nbytes(item), []).append(item)
                 else:
-                    self._locator.note(keys[indices[item]], info.name, present=False)
+                    self._locator.note(keys[indices[item]], info.name, present=False, firm=False)
             self._count(stale=lease.held.count(False))
             for nbytes, items in by_size.items():
                 buffers = [place(indices[item], nbytes) for item in items]
@@ -245,7 +245,7 @@ class Client:
             intact = [False] * len(keys)
         for key, ok in zip(keys, intact, strict=True):
             if not ok:
-                self._locator.note(key, info.name, present=False)
+                self._locator.note(key, info.name, present=False, firm=False)
 
     def _put_elsewhere(
         self, keys: list[bytes], views: list[memoryview], part_nbytes: int, deadline: float

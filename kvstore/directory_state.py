@@ -105,7 +105,8 @@ class DirectoryState:
         if len(set(news.added).intersection(news.removed)):
             raise InvalidError(f"node {news.name!r}: a key is announced as both added and removed")
         self._index.remove(news.name, news.removed)
-        if self._index.num_keys(news.name) + len(news.added) > member.info.num_slots:
+        new = {key for key in news.added if not self._index.holds(news.name, key)}
+        if self._index.num_keys(news.name) + len(new) > member.info.num_slots:
             raise InvalidError(
                 f"node {news.name!r} announces more keys than its {member.info.num_slots} slots"
             )

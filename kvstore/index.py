@@ -81,6 +81,10 @@ class PrefixIndex:
         """What `node` holds (a copy)."""
         return set(self._held.get(node, ()))
 
+    def holds(self, node: str, key: bytes) -> bool:
+        """Whether `node` holds `key`."""
+        return key in self._held.get(node, ())
+
     def num_keys(self, node: str) -> int:
         return len(self._held.get(node, ()))
 
@@ -88,24 +92,30 @@ class PrefixIndex:
         """The nodes that hold `key`."""
         return self._nodes_of(self._masks.get(key, 0))
 
-    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
-        """For every node that holds `keys[0]`, the length of its leading run; shortest first.
+    def runs(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """`(length, mask)`: the nodes with these bits hold exactly the first `length` keys; shortest first.
 
-        O(len of the longest).
+        Walks the chain once, for all nodes at a time, no further than the longest run.
         """
-        if not keys:
-            return []
-        masks = self._masks
-        matches: list[PrefixMatch] = []
-        alive = masks.get(keys[0], 0)
-        length = 0
-        while alive:
-            length += 1
-            both = alive & masks.get(keys[length], 0) if length < len(keys) else 0
+        get = self._masks.get
+        runs: list[tuple[int, int]] = []
+        alive, length = -1, 0
+        for key in keys:
+            both = alive & get(key, 0)
             if both != alive:
-                matches.extend(PrefixMatch(node, length) for node in self._nodes_of(alive & ~both))
+                if length:
+                    runs.append((length, alive & ~both))
+                if not both:
+                    return runs
                 alive = both
-        return matches
+            length += 1
+        if length:
+            runs.append((length, alive))
+        return runs
+
+    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
+        """For every node that holds `keys[0]`, the length of its leading run; shortest first."""
+        return [PrefixMatch(node, length) for length, mask in self.runs(keys) for node in self._nodes_of(mask)]
 
     def _nodes_of(self, mask: int) -> list[str]:
         nodes = []

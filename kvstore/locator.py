@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from kvstore.errors import StoreError
 from kvstore.messages import DIRECTORY, MAX_BATCH_KEYS, LookupRequest, NodeInfo, NodeLoad
@@ -16,7 +17,8 @@ from kvstore.watch import DirectoryReplica
 
 _RECENT_SECONDS = 2.0  # by then the stream has caught up
 _LOADS_SECONDS = 0.5  # how long the nodes' free slots are believed
-_CALL_SECONDS = 2.0
+_CALL_SECONDS = 1.0
+_SUSPECT_SECONDS = 2.0  # how long a directory that did not answer is not asked again
 log = logging.getLogger(__name__)
 
 
@@ -29,10 +31,12 @@ class Locator:
         self._replica = replica
         self._host_id = host_id
         self._stub = Stub(directory_address, DIRECTORY, timeout_seconds=_CALL_SECONDS)
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards the next four
         self._recent = RecentKeys(_RECENT_SECONDS)
         self._loads: list[NodeLoad] = []
         self._loads_until = 0.0
+        self._silent_until = 0.0
+        replica.subscribe(self)
 
     def holders(self, keys: Sequence[bytes]) -> list[list[NodeInfo]]:
         """Who is believed to hold each key: nodes of this host first, others in an order drawn for this
@@ -52,10 +56,24 @@ class Locator:
             for some in corrected
         ]
 
-    def note(self, key: bytes, node: str, *, present: bool) -> None:
-        """This client knows of `key` on `node` before the stream says so."""
+    def note(self, key: bytes, node: str, *, present: bool, firm: bool = True) -> None:
+        """This client knows of `key` on `node` before the stream says so; see `RecentKeys`."""
         with self._lock:
-            self._recent.note(key, node, present, time.monotonic())
+            self._recent.note(key, node, present=present, firm=firm, now=time.monotonic())
+
+    def on_joined(self, info: NodeInfo) -> None:
+        """Of no interest: what counts here is keys."""
+
+    def on_added(self, node: str, keys: Sequence[bytes]) -> None:
+        """A key that was found stale is there again."""
+        with self._lock:
+            self._recent.heard(node, keys)
+
+    def on_removed(self, node: str, keys: Sequence[bytes]) -> None:
+        """Of no interest: an older removal says nothing of a key that was put since."""
+
+    def on_forgotten(self, node: str) -> None:
+        """Of no interest: keys of unknown nodes are left out anyway."""
 
     def nodes(self) -> list[NodeInfo]:
         """All nodes."""
@@ -78,24 +96,32 @@ class Locator:
         with self._lock:
             if time.monotonic() < self._loads_until:
                 return self._loads
-        try:
-            loads = self._stub.nodes(Empty()).nodes
-        except StoreError as error:
-            log.info("no news of the nodes: %s", error)
-            loads = self._loads
+        reply = self._ask("nodes", Empty())
         with self._lock:
-            self._loads, self._loads_until = loads, time.monotonic() + _LOADS_SECONDS
-        return loads
+            if reply is not None:
+                self._loads, self._loads_until = reply.nodes, time.monotonic() + _LOADS_SECONDS
+            return self._loads
 
     def _lookup(self, keys: Sequence[bytes]) -> tuple[dict[str, NodeInfo], list[list[str]]]:
         infos: dict[str, NodeInfo] = {}
         names: list[list[str]] = []
-        try:
-            for start in range(0, len(keys), MAX_BATCH_KEYS):
-                reply = self._stub.lookup(LookupRequest(list(keys[start : start + MAX_BATCH_KEYS])))
-                infos.update((info.name, info) for info in reply.nodes)
-                names += [[reply.nodes[number].name for number in some] for some in reply.holders]
-        except StoreError as error:
-            log.info("the directory cannot be asked, going by what it last said: %s", error)
-            return {info.name: info for info in self._replica.nodes()}, self._replica.holders(keys)
+        for start in range(0, len(keys), MAX_BATCH_KEYS):
+            reply = self._ask("lookup", LookupRequest(list(keys[start : start + MAX_BATCH_KEYS])))
+            if reply is None:  # go by what the directory last said
+                return {info.name: info for info in self._replica.nodes()}, self._replica.holders(keys)
+            infos.update((info.name, info) for info in reply.nodes)
+            names += [[reply.nodes[number].name for number in some] for some in reply.holders]
         return infos, names
+
+    def _ask(self, call: str, request: Any) -> Any:
+        """The directory's reply; None if it does not answer, or did not a moment ago."""
+        with self._lock:
+            if time.monotonic() < self._silent_until:
+                return None
+        try:
+            return getattr(self._stub, call)(request)
+        except StoreError as error:
+            log.info("the directory does not answer: %s", error)
+            with self._lock:
+                self._silent_until = time.monotonic() + _SUSPECT_SECONDS
+            return None

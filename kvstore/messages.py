@@ -2,7 +2,8 @@
 
 Block bytes never travel here.
 
-Directory: `register` → `heartbeat` and `announce`, again and again → `leave`. `lookup` and `nodes` ask; `watch` streams.
+Directory: `register` → `heartbeat` and `announce`, again and again → `leave`;
+           `lookup` and `nodes` ask; `watch` streams.
 Node:      `reserve` → one-sided WRITE → `commit` (or `abort`); `lease` → one-sided READ → `release`;
            `exists`, `remove`, `check`, `stats`.
 Every node call carries the epoch of the node it is meant for: another epoch is a StaleError.

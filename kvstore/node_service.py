@@ -71,7 +71,7 @@ class NodeService:
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             raise StaleError(
-                f"meant for epoch {epoch:x} of this node, which is now epoch {self._epoch:x}: look it up again"
+                f"meant for epoch {epoch:x} of this node, now it is epoch {self._epoch:x}: look it up again"
             )
 
     def _held(self, block: Block | None) -> m.HeldBlock | None:

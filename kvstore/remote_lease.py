@@ -44,7 +44,6 @@ class RemoteLease:
         self._keys = keys
         self._stub = stub
         self._engine = engine
-        self._timeout_seconds = timeout_seconds
         self._on_corrupt = on_corrupt
         self._blocks: list[HeldBlock | None] = []
         self._handles: list[int] = []
@@ -80,7 +79,7 @@ class RemoteLease:
 
         On an error the buffers' contents are undefined. Raises InvalidError for ranges or buffers that do not
         fit, StaleError when the lease is over or the bytes are not those that were leased, UnavailableError
-        when the node cannot be reached.
+        when the node cannot be reached in `timeout_seconds` (None: until the lease is over).
         """
         right = self.try_read(indices, offset, nbytes, buffers, timeout_seconds)
         if not all(right):
@@ -98,16 +97,19 @@ class RemoteLease:
         """`read`, but objects whose bytes are not those that were leased are answered False."""
         if not indices:
             return []
+        if len(indices) != len(buffers):
+            raise InvalidError(f"{len(indices)} objects but {len(buffers)} buffers")
         blocks = [self._block(index) for index in indices]
         views = [as_bytes(buffer, f"buffer {i}", writable=True) for i, buffer in enumerate(buffers)]
         for index, block, view in zip(indices, blocks, views, strict=True):
             if offset < 0 or nbytes < 1 or offset + nbytes > block.nbytes or len(view) != nbytes:
                 raise InvalidError(
-                    f"object {index} of {block.nbytes} bytes: cannot read {nbytes} bytes at {offset} into {len(view)}"
+                    f"object {index} of {block.nbytes} bytes: no {nbytes} bytes at {offset} for a buffer of {len(view)}"
                 )
-        if time.monotonic() >= self._expires:
+        left = self._expires - time.monotonic()
+        if left <= 0:
             raise StaleError(f"the lease on node {self.info.name!r} is over: lease again")
-        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        timeout = left if timeout_seconds is None else timeout_seconds
         ranges = [(block.offset + offset, view) for block, view in zip(blocks, views, strict=True)]
         move(self._engine, READ, self.info.segment, ranges, timeout)
         if maps_memory(self._engine, self.info.segment):

@@ -1,7 +1,7 @@
 """The life of one role's process: flags, signals, the ready line, a clean end.
 
-A role prints `ready NAME ADDRESS` when it serves. SIGTERM and SIGINT close it: exit 0. Bad flags or a bad model
-end it with one line on stderr: exit 2, and a supervisor does not try again. Anything else is exit 1.
+A role prints `ready NAME ADDRESS` when it serves. SIGTERM and SIGINT close it: exit 0. Bad flags or a bad
+model end it with one line on stderr: exit 2, and a supervisor does not try again. Anything else is exit 1.
 """
 
 from __future__ import annotations
@@ -48,8 +48,16 @@ def run_role(build: Callable[[ExitStack], tuple[str, str]]) -> NoReturn:
 
 
 def run_main(main: Callable[[Sequence[str]], object]) -> NoReturn:
-    """`absl.app.run` with our exit codes: a bad flag is one line and exit 2."""
-    app.run(main, flags_parser=_parse)
+    """`absl.app.run` with our exit codes: a bad flag or a UsageError is one line and exit 2."""
+
+    def guarded(argv: Sequence[str]) -> object:
+        try:
+            return main(argv)
+        except UsageError as error:
+            print(f"{_program()}: {error}", file=sys.stderr)
+            return EXIT_USAGE
+
+    app.run(guarded, flags_parser=_parse)
     sys.exit(0)
 
 
@@ -67,6 +75,18 @@ def stoppable(serve: Callable[[], None]) -> None:
         serve()
     except _Stop:
         log.info("stopped by a signal")
+
+
+def wait_for_signal() -> NoReturn:
+    """Return never: the next signal raises `_Stop` here.
+
+    By a wakeup pipe, because a signal that comes just before `signal.pause()` would be slept over.
+    """
+    receive, send = os.pipe()
+    os.set_blocking(send, False)
+    signal.set_wakeup_fd(send)
+    while True:
+        os.read(receive, 1)
 
 
 def set_cores(cores: Sequence[int]) -> None:
@@ -93,14 +113,10 @@ def _serve(build: Callable[[ExitStack], tuple[str, str]]) -> int:
         with ExitStack() as stack:
             name, address = build(stack)
             print(f"ready {name} {address}", flush=True)
-            while True:
-                signal.pause()
+            wait_for_signal()
 
     try:
         stoppable(serve)
-    except UsageError as error:
-        print(f"{_program()}: {error}", file=sys.stderr)
-        return EXIT_USAGE
     except (OSError, StoreError) as error:
         print(f"{_program()}: {error}", file=sys.stderr)
         return EXIT_FAILED

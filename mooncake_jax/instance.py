@@ -32,7 +32,10 @@ _SPARE_RPC_THREADS = 32  # for unary calls and store traffic, beside one per ope
 
 @dataclass(frozen=True)
 class InstanceConfig:
-    """What prefill and decode instances have in common. `name` also names the home node: unique in the cluster."""
+    """What prefill and decode instances have in common.
+
+    `name` also names the home node: unique in the cluster.
+    """
 
     name: str
     model: str
@@ -88,9 +91,9 @@ class EngineInstance:
             node_config = NodeConfig(config.name, config.host_id, config.dram_nbytes, engine.format.nbytes)
             self.home = Node(node_config, self.transfer)
             stack.callback(self.home.close)
-            client = Client(config.directory_address, engine=self.transfer, home=self.home)
-            stack.callback(client.close)
-            parts = role(_Ports(config, self.transfer, self.home, client), stack)
+            self.client = Client(config.directory_address, engine=self.transfer, home=self.home)
+            stack.callback(self.client.close)
+            parts = role(_Ports(config, self.transfer, self.home, self.client), stack)
             self.service = parts.service
             server = Server(
                 [(parts.table, parts.service), *self.home.handlers()],
@@ -133,10 +136,11 @@ class EngineInstance:
 
 
 def start_prefill(config: InstanceConfig, engine: PrefillEngine, role: PrefillConfig) -> EngineInstance:
-    """Returns when the engine is warm and the instance serves; it registers at the Conductor in the background.
+    """Returns when the engine is warm and the instance serves; it registers at the Conductor in the
+    background.
 
-    `engine` is called from one thread of the instance only. Raises UnavailableError when the engine does not get
-    ready, OSError when the address or the memory cannot be had.
+    `engine` is called from one thread of the instance only. Raises UnavailableError when the engine does not
+    get ready, OSError when the address or the memory cannot be had.
     """
 
     def parts(ports: _Ports, stack: ExitStack) -> _Parts:

@@ -1,4 +1,6 @@
-"""Where flags and blocks lie in a staging region: prefill writes it one-sidedly, decode reads it (see `StagingHandle`)."""
+"""Where flags and blocks lie in a staging region: prefill writes it one-sidedly, decode reads it (see
+`StagingHandle`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ FLAG_WORDS = 2  # generation, crc32
 
 
 class StagingLayout(NamedTuple):
-    """Byte offsets in the region of a prompt of `num_blocks` blocks; flags first, `[num_blocks, num_groups, 2]`."""
+    """Byte offsets in the region of a prompt of `num_blocks` blocks; flags first, `[num_blocks, num_groups,
+    2]`.
+    """
 
     format: BlockFormat
     num_blocks: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.transfer.request import READ, Opcode
+from kvstore.transfer.request import Opcode
 from kvstore.transfer.segment import Segment
 from kvstore.transfer.status import Counters, OverdueError, Path, TransferState, TransferStatus
 
@@ -54,7 +54,7 @@ class Frame:
         try:
             self._injected_faults(closed)
             move(self)
-            if self.flip is not None and self.opcode is READ:
+            if self.flip is not None:
                 self.flip[0] ^= 0xFF
         except OverdueError as error:
             self.batch.end(self, _TIMEOUT, str(error))

@@ -65,13 +65,14 @@ class Order:
             if len(pieces) == 1:
                 offsets, lengths = offsets + piece.start, np.array([piece.nbytes])
                 pieces = [pieces[0][piece.start : piece.start + piece.nbytes]]
+            indices = self.rows[part] + first
             frame = Frame(
                 batch,
                 path,
                 self.opcode,
                 self.target,
                 deadline,
-                self.rows[part] + first,
+                indices,
                 pieces,
                 offsets,
                 lengths,
@@ -107,14 +108,11 @@ def orders(requests: Sequence[TransferRequest]) -> list[Order]:
             members = groups.setdefault((opcode, id(target)), [])
         if type(local) is not memoryview:
             raise TypeError(f"request {row}: local is a {type(local).__name__}, expected a memoryview")
-        try:
-            view = byte_view(local)
-        except ValueError as error:
-            raise ValueError(f"request {row}: {error}") from error
+        view = local if local.format == "B" and local.ndim == 1 and local.c_contiguous else _flat(row, local)
         if opcode is READ and local.readonly:
             raise ValueError(f"request {row}: READ into a read-only buffer")
         if not 0 <= request.offset < 2**63:
-            raise ValueError(f"request {row}: offset {request.offset}")
+            raise ValueError(f"request {row}: offset {request.offset} is no place in a segment")
         views.append(view)
         offsets.append(request.offset)
         members.append(row)
@@ -127,6 +125,13 @@ def orders(requests: Sequence[TransferRequest]) -> list[Order]:
             Order(opcode, requests[members[0]].target, rows, own, all_offsets[rows], all_lengths[rows])
         )
     return result
+
+
+def _flat(row: int, local: memoryview) -> memoryview:
+    try:
+        return byte_view(local)
+    except ValueError as error:
+        raise ValueError(f"request {row}: {error}") from error
 
 
 def _destination(row: int, request: TransferRequest) -> tuple[Opcode, Segment]:

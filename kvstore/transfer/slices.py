@@ -11,7 +11,7 @@ import numpy as np
 
 MAX_FRAME_NBYTES = 16 << 20
 MIN_FRAME_NBYTES = 1 << 20
-MAX_FRAME_PIECES = 1020  # with the frame's header still within the 1,024 buffers of one sendmsg
+MAX_FRAME_PIECES = 1024
 
 
 class Cut(NamedTuple):

@@ -16,8 +16,10 @@ from launch.benchmarks.options import Options
 from launch.benchmarks.peers import LlamaCppPeer, VllmPeer
 from launch.benchmarks.record import Row, measure
 from launch.benchmarks.served import served_rows
-from launch.models import load_engines
+from launch.model_source import load
 from mooncake_jax.engine.contract import BatchRows, DecodeEngine, PrefillEngine
+from mooncake_jax.engine.jax_decode import JaxDecodeEngine
+from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
 from mooncake_jax.request import Sampling
 
 PROMPTS = (128, 512, 2048, 8000)
@@ -25,7 +27,6 @@ BATCHES = (1, 8, 32)
 LONG_CONTEXT_BATCHES = (8, 32)
 CONTEXT, LONG_CONTEXT = 128, 2048
 NUM_STEPS = 64
-MAX_TOKENS = 8192
 RNG = np.random.default_rng(20)
 
 
@@ -90,8 +91,11 @@ def _step_names() -> list[str]:
 
 def _step_rows(options: Options, vllm: VllmPeer | None, llama: LlamaCppPeer | None) -> list[Row]:
     rows: list[Row] = []
-    prefill, decode = load_engines(options.model, dtype="bfloat16", prefill_slots=1, decode_slots=max(BATCHES), max_tokens=MAX_TOKENS)
+    model = load(options.model, "bfloat16")
+    common = {"dtype": "bfloat16", "max_tokens": model.cfg.max_position, "fingerprint": model.fingerprint}
+    prefill = JaxPrefillEngine(model.cfg, model.params, num_slots=1, **common)
     prefill.warm_up()
+    decode = JaxDecodeEngine(model.cfg, model.params, num_slots=max(BATCHES), **common)
     decode.warm_up()
 
     def add(name: str, ours: Callable[[], float], peer: Callable[[], float] | None, peer_name: str) -> None:

@@ -86,6 +86,38 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
+class Series:
+    """Values of one row, a round at a time."""
+
+    def __init__(self, name: str, unit: str, better: Better):
+        self.name, self._unit, self._better = name, unit, better
+        self._ours: list[float] = []
+        self._peer: list[float] = []
+
+    def add(self, ours: float, peer: float | None) -> None:
+        """One round; the peer is measured in every round or in none."""
+        self._ours.append(ours)
+        if peer is not None:
+            self._peer.append(peer)
+
+    def row(self, peer_name: str | None = None, ceiling: float | None = None) -> Row:
+        """The medians, and the median of the rounds' ratios."""
+        ratios = [a / b if self._better == "higher" else b / a for a, b in zip(self._ours, self._peer, strict=False)]
+        middle = statistics.median(self._ours)
+        return Row(
+            self.name,
+            self._unit,
+            self._better,
+            ours=middle,
+            peer=statistics.median(self._peer) if self._peer else None,
+            peer_name=peer_name if self._peer else None,
+            ratio=statistics.median(ratios) if ratios else None,
+            ceiling=ceiling,
+            rounds=len(self._ours),
+            spread=(max(self._ours) - min(self._ours)) / middle if len(self._ours) > 1 else None,
+        )
+
+
 def measure(
     name: str,
     unit: str,
@@ -95,29 +127,11 @@ def measure(
     peer_name: str | None = None,
     *,
     rounds: int,
-    ceiling: float | None = None,
 ) -> Row:
-    """Alternate ours and the peer for `rounds` rounds after one unmeasured round of each (which warms both)."""
-    mine: list[float] = []
-    theirs: list[float] = []
+    """Alternate ours and the peer for `rounds` rounds, after one unmeasured round that warms both."""
+    series = Series(name, unit, better)
     for index in tqdm(range(rounds + 1), desc=name, leave=False, file=sys.stderr, disable=None):
-        value = ours()
-        other = peer() if peer else None
-        if index > 0 or rounds == 0:
-            mine.append(value)
-            if other is not None:
-                theirs.append(other)
-    ratios = [a / b if better == "higher" else b / a for a, b in zip(mine, theirs, strict=False)]
-    middle = statistics.median(mine)
-    return Row(
-        name,
-        unit,
-        better,
-        ours=middle,
-        peer=statistics.median(theirs) if theirs else None,
-        peer_name=peer_name if theirs else None,
-        ratio=statistics.median(ratios) if ratios else None,
-        ceiling=ceiling,
-        rounds=rounds,
-        spread=(max(mine) - min(mine)) / middle if len(mine) > 1 else None,
-    )
+        value, other = ours(), peer() if peer else None
+        if index > 0:
+            series.add(value, other)
+    return series.row(peer_name)

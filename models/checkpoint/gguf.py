@@ -60,44 +60,41 @@ def read_config(file: GGUFFile) -> LlamaConfig:
         raise CheckpointError(f"{file.path}: architecture {architecture!r}; only llama is supported")
     if experts := fields.get("llama.expert_count", int, 0):
         raise CheckpointError(f"{file.path}: {experts} experts; only dense llama models are supported")
-    d_model = fields.get("llama.embedding_length", int)
-    num_heads = fields.get("llama.attention.head_count", int)
-    head_dim = fields.get("llama.attention.key_length", int, d_model // num_heads)
+    if (embedding := file.tensors.get(NAMES["embed"])) is None:
+        raise CheckpointError(f"{file.path}: tensor {NAMES['embed']} is missing")
+    d_model = fields.size("llama.embedding_length")
+    num_heads = fields.size("llama.attention.head_count")
+    num_layers = fields.size("llama.block_count")
+    head_dim = fields.size("llama.attention.key_length", d_model // num_heads)
     for name in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        if (value := fields.get(name, int, head_dim)) != head_dim:
+        if (value := fields.size(name, head_dim)) != head_dim:
             raise CheckpointError(
                 f"{file.path}: {name} is {value}; only the head dim, {head_dim}, is supported"
             )
-    num_layers = fields.get("llama.block_count", int)
-    embedding = file.tensors.get(NAMES["embed"])
-    if embedding is None:
-        raise CheckpointError(f"{file.path}: tensor {NAMES['embed']} is missing")
     try:
         cfg = LlamaConfig(
-            vocab_size=fields.get("llama.vocab_size", int, embedding.shape[0]),
+            vocab_size=fields.size("llama.vocab_size", embedding.shape[0]),
             d_model=d_model,
-            d_ff=fields.get("llama.feed_forward_length", int),
+            d_ff=fields.size("llama.feed_forward_length"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.get("llama.attention.head_count_kv", int, num_heads),
+            num_kv_heads=fields.size("llama.attention.head_count_kv", num_heads),
             head_dim=head_dim,
             norm_eps=_short(fields.get("llama.attention.layer_norm_rms_epsilon", float)),
             rope_theta=_short(fields.get("llama.rope.freq_base", float, 10_000.0)),
-            max_position=fields.get("llama.context_length", int),
+            max_position=fields.size("llama.context_length"),
             block_tokens=BLOCK_TOKENS,
             layers_per_group=layers_per_group(num_layers),
             rope_scaling=_rope_scaling(file, fields),
             tie_embeddings=NAMES["lm_head"] not in file.tensors,
         )
-        return (
-            replace(cfg, rope_scaling=_llama3_scaling(file, fields, cfg))
-            if _ROPE_FACTORS in file.tensors
-            else cfg
-        )
+        if _ROPE_FACTORS in file.tensors:
+            cfg = replace(cfg, rope_scaling=_llama3_scaling(file, fields, cfg))
+        return cfg
+    except CheckpointError:
+        raise
     except ValueError as error:
-        raise (
-            error if isinstance(error, CheckpointError) else CheckpointError(f"{file.path}: {error}")
-        ) from error
+        raise CheckpointError(f"{file.path}: {error}") from error
 
 
 def read_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -128,10 +125,10 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
             chat_template=fields.get("tokenizer.chat_template", str, "") or None,
         )
         return Tokenizer(backend, settings)
+    except CheckpointError:
+        raise
     except ValueError as error:
-        raise (
-            error if isinstance(error, CheckpointError) else CheckpointError(f"{file.path}: {error}")
-        ) from error
+        raise CheckpointError(f"{file.path}: {error}") from error
 
 
 class _Fields:
@@ -148,6 +145,11 @@ class _Fields:
             raise CheckpointError(
                 f"{self._file.path}: metadata field {name} is {value!r:.80}, not {kind.__name__}"
             )
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        if (value := self.get(name, int, default)) < 1:
+            raise CheckpointError(f"{self._file.path}: metadata field {name} is {value}; it must be positive")
         return value
 
 
@@ -198,7 +200,7 @@ def _llama3_scaling(file: GGUFFile, fields: _Fields, cfg: LlamaConfig) -> RopeSc
     """GGUF keeps llama3 scaling as one divisor per frequency; find the parameters that give them."""
     tensor = file.tensors[_ROPE_FACTORS]
     divisors = np.concatenate([values.reshape(-1) for _, values in file.rows(tensor)])
-    original = fields.get("llama.rope.scaling.original_context_length", int, 8192)
+    original = fields.size("llama.rope.scaling.original_context_length", 8192)
     scaling = RopeScaling("llama3", factor=_short(divisors.max()), original_max_position=original)
     plain = inverse_frequencies(replace(cfg, rope_scaling=None))
     expected = plain / inverse_frequencies(replace(cfg, rope_scaling=scaling))

@@ -35,9 +35,7 @@ _REQUIRED = object()
 
 def load_huggingface(folder: Path, target: Target) -> Model:
     """Read a Hugging Face folder; see `load_model`. `tokenizer` is None if there is no tokenizer.json."""
-    config = _read_json(folder / CONFIG_FILE)
-    cfg = read_config(config, where=str(folder / CONFIG_FILE))
-    tokenizer = read_tokenizer(folder, config, cfg.vocab_size)
+    cfg, tokenizer = read_text(folder)
     params = assemble(
         cfg,
         SafetensorsSource(_weight_files(folder)),
@@ -50,6 +48,13 @@ def load_huggingface(folder: Path, target: Target) -> Model:
         ),
     )
     return Model(cfg, params, tokenizer, target.dtype)
+
+
+def read_text(folder: Path) -> tuple[LlamaConfig, Tokenizer | None]:
+    """Config and tokenizer of a Hugging Face folder; no weights are read."""
+    config = _read_json(folder / CONFIG_FILE)
+    cfg = read_config(config, where=str(folder / CONFIG_FILE))
+    return cfg, read_tokenizer(folder, config, cfg.vocab_size)
 
 
 def read_config(config: dict[str, Any], *, where: str) -> LlamaConfig:
@@ -95,8 +100,10 @@ def read_config(config: dict[str, Any], *, where: str) -> LlamaConfig:
             rope_scaling=_rope_scaling(rope, where),
             tie_embeddings=bool(field("tie_word_embeddings", False)),
         )
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error}") from error
+        raise CheckpointError(f"{where}: {error}") from error
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any], vocab_size: int) -> Tokenizer | None:

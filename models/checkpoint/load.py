@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from models.checkpoint import gguf, huggingface, orbax
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.gguf import load_gguf
+from models.checkpoint.gguf_file import GGUFFile
 from models.checkpoint.huggingface import CONFIG_FILE, load_huggingface
 from models.checkpoint.model import Model
 from models.checkpoint.orbax import MANIFEST_FILE, load_orbax, saved_dtype
 from models.checkpoint.target import Target
+from models.config import LlamaConfig
 from models.llama import DTYPES
+from models.tokenizer import Tokenizer
 
 
 def load_model(
@@ -35,19 +39,44 @@ def load_model(
     path = Path(path).absolute()
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {sorted(DTYPES)}")
-    if (path / MANIFEST_FILE).is_file():
+    kind = _kind(path)
+    if kind == "ours":
         return load_orbax(path, Target(dtype or saved_dtype(path), shardings), verify=verify)
     target = Target(dtype or "bfloat16", shardings, on_progress)
-    if (path / CONFIG_FILE).is_file():
-        model = load_huggingface(path, target)
-    elif path.is_file():
-        model = load_gguf(path, target)
-    elif path.is_dir():
-        raise CheckpointError(f"{path}: neither {MANIFEST_FILE} nor {CONFIG_FILE} is in this folder")
-    else:
-        raise CheckpointError(f"{path}: no such file or folder")
-    if model.tokenizer is not None and model.tokenizer.vocab_size > model.cfg.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {model.tokenizer.vocab_size} tokens, the model {model.cfg.vocab_size}"
-        )
+    model = load_huggingface(path, target) if kind == "huggingface" else load_gguf(path, target)
+    _check_vocabulary(path, model.cfg, model.tokenizer)
     return model
+
+
+def load_text(path: str | os.PathLike[str]) -> tuple[LlamaConfig, Tokenizer | None]:
+    """Config and tokenizer of any format `load_model` knows, without its weights. Raises CheckpointError."""
+    path = Path(path).absolute()
+    match _kind(path):
+        case "ours":
+            cfg, tokenizer = orbax.read_text(path)
+        case "huggingface":
+            cfg, tokenizer = huggingface.read_text(path)
+        case "gguf":
+            file = GGUFFile(path)
+            cfg, tokenizer = gguf.read_config(file), gguf.read_tokenizer(file)
+    _check_vocabulary(path, cfg, tokenizer)
+    return cfg, tokenizer
+
+
+def _kind(path: Path) -> Literal["ours", "huggingface", "gguf"]:
+    if (path / MANIFEST_FILE).is_file():
+        return "ours"
+    if (path / CONFIG_FILE).is_file():
+        return "huggingface"
+    if path.is_file():
+        return "gguf"
+    if path.is_dir():
+        raise CheckpointError(f"{path}: neither {MANIFEST_FILE} nor {CONFIG_FILE} is in this folder")
+    raise CheckpointError(f"{path}: no such file or folder")
+
+
+def _check_vocabulary(path: Path, cfg: LlamaConfig, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {cfg.vocab_size}"
+        )

@@ -1,8 +1,8 @@
 """Our own checkpoint: what every other format is converted to once.
 
-    checkpoint.json    format, config, dtype, weights fingerprint; without it the folder is no checkpoint
-    params/            the parameter tree, by Orbax
-    tokenizer/         tokenizer.json and tokenizer_settings.json; absent for random weights
+checkpoint.json    format, config, dtype, weights fingerprint; without it the folder is no checkpoint
+params/            the parameter tree, by Orbax
+tokenizer/         tokenizer.json and tokenizer_settings.json; absent for random weights
 """
 
 from __future__ import annotations
@@ -74,12 +74,8 @@ def load_orbax(path: Path, target: Target, *, verify: bool = True) -> Model:
     """
     path = path.absolute()
     manifest = _read_manifest(path)
-    cfg = _config(path, manifest)
+    cfg, tokenizer = read_text(path)
     params = _restore(path / _PARAMS, cfg, target)
-    try:
-        tokenizer = Tokenizer.load(path / _TOKENIZER) if (path / _TOKENIZER).exists() else None
-    except TokenizerError as error:
-        raise CheckpointError(str(error)) from error
     model = Model(cfg, params, tokenizer, target.dtype)
     if verify and target.dtype == manifest["dtype"] and model.fingerprint.hex() != manifest["fingerprint"]:
         raise CheckpointError(
@@ -87,6 +83,15 @@ def load_orbax(path: Path, target: Target, *, verify: bool = True) -> Model:
             f"{manifest['fingerprint']}: the checkpoint is damaged; convert it again"
         )
     return model
+
+
+def read_text(path: Path) -> tuple[LlamaConfig, Tokenizer | None]:
+    """Config and tokenizer of the checkpoint at `path`; no weights are read."""
+    cfg = _config(path, _read_manifest(path))
+    try:
+        return cfg, Tokenizer.load(path / _TOKENIZER) if (path / _TOKENIZER).exists() else None
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def saved_dtype(path: Path) -> str:

@@ -58,8 +58,12 @@ def byte_level_bpe(
     for index in (*control, *user_defined):
         if not 0 <= index < len(tokens):
             raise ValueError(f"special token id {index} lies outside the vocabulary of {len(tokens)}")
-    # The llama-bpe family looks a whole word up in the vocabulary before it merges.
-    bpe = models.BPE(vocab=vocab, merges=[_pair(m) for m in merges], ignore_merges=name == "llama-bpe")
+    pairs = [_pair(merge) for merge in merges]
+    try:
+        # The llama-bpe family looks a whole word up in the vocabulary before it merges.
+        bpe = models.BPE(vocab=vocab, merges=pairs, ignore_merges=name == "llama-bpe")
+    except Exception as error:  # the Rust side raises plain Exception
+        raise ValueError(f"vocabulary and merges disagree: {error}") from error
     backend = tokenizers.Tokenizer(bpe)
     backend.pre_tokenizer = PRE_TOKENIZERS[name]()  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,6 @@
-"""Blocks of generated tokens on their way to the home node, so that the next turn of a conversation reuses the answer."""
+"""Blocks of generated tokens on their way to the home node, so that the next turn of a conversation reuses
+the answer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class AnswerKeys:
-    """The keys of a prompt's blocks continued over its answer: a block's key is known when its tokens are. Pure."""
+    """The keys of a prompt's blocks continued over its answer: a block's key is known when its tokens are.
+
+    Pure.
+    """
 
     def __init__(self, root: bytes, prompt: Sequence[int], block_tokens: int):
         keys = chain_keys(root, prompt, block_tokens)
@@ -42,7 +47,10 @@ class _Save(NamedTuple):
 
 
 class AnswerSaver:
-    """One thread that copies blocks to the home node. With too many waiting, further ones are dropped and counted."""
+    """One thread that copies blocks to the home node.
+
+    With too many waiting, further ones are dropped and counted.
+    """
 
     def __init__(self, home: Node, block_format: BlockFormat, max_blocks: int):
         self._home, self._format, self._max_blocks = home, block_format, max_blocks
@@ -96,6 +104,7 @@ class AnswerSaver:
         with self._home.reserve([save.key], self._format.nbytes, self._format.group_nbytes) as slots:
             if not slots.accepted[0]:
                 return slots.reasons[0] in ("present", "writing")
-            slots.buffer(0)[:] = np.ascontiguousarray(save.block).reshape(-1).view(np.uint8).data
+            slot = np.frombuffer(slots.buffer(0), np.uint8)
+            slot[:] = np.ascontiguousarray(save.block).reshape(-1).view(np.uint8)
             slots.commit(0)
         return True

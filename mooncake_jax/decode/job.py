@@ -14,7 +14,9 @@ from mooncake_jax.request import DecodeRequest, TokenEvent
 
 
 class DecodeJob:
-    """Made and closed by the request's handler; the worker that owns the engine inserts its KV and draws its tokens."""
+    """Made and closed by the request's handler; the worker that owns the engine inserts its KV and draws its
+    tokens.
+    """
 
     def __init__(
         self,
@@ -45,6 +47,10 @@ class DecodeJob:
         if self.is_inserted:
             self._on_inserted(self.kv)
 
+    def insert_again(self) -> None:
+        """The device cache lost what was inserted; the staging memory still has it."""
+        self.num_inserted = 0
+
     def draw(self, drawn: Drawn) -> None:
         """The worker drew a token."""
         self._events.put(drawn)
@@ -60,7 +66,10 @@ class DecodeJob:
         self._on_cancel()
 
     def events(self) -> Iterator[TokenEvent]:
-        """Tokens as they are drawn; those that waited for a slow caller come in one event. Raises what it failed of."""
+        """Tokens as they are drawn; those that waited for a slow caller come in one event.
+
+        Raises what it failed of.
+        """
         while True:
             tokens, logprobs, finish = [], [], None
             waiting = [self._events.get()]

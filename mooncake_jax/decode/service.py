@@ -1,10 +1,13 @@
-"""The Decode service: lends staging memory, checks what arrived there, streams the tokens that follow the first.
+"""The Decode service: lends staging memory, checks what arrived there, streams the tokens that follow the
+first.
 
 The life of a request here:
 1. `reserve` lends staging memory for the whole prompt's KV, by a handle that is good once.
 2. Prefill writes into it, one-sidedly, while this instance generates for others.
-3. `generate` waits for the flag of every (block, layer group), compares the bytes with their crc32, and queues.
-4. The worker inserts the blocks between two steps of the batch; then the staging memory is free and the request joins.
+3. `generate` waits for the flag of every (block, layer group), compares the bytes with their crc32, and
+   queues.
+4. The worker inserts the blocks between two steps of the batch; then the staging memory is free and the
+   request joins.
 5. Blocks that the answer fills go to the home node. Its end or the caller leaving the stream frees the row.
 """
 
@@ -67,7 +70,9 @@ class DecodeService:
         self._num_damaged = 0
 
     def reserve(self, request: ReserveRequest) -> StagingHandle:
-        """Raises StaleError for another epoch, InvalidError when it can never fit, ExhaustedError when not now."""
+        """Raises StaleError for another epoch, InvalidError when it can never fit, ExhaustedError when not
+        now.
+        """
         if request.epoch != self._epoch:
             raise StaleError(
                 f"meant for epoch {request.epoch:x} of decode instance {self._name!r}, which is now epoch"
@@ -91,16 +96,19 @@ class DecodeService:
         return Empty()
 
     def generate(self, request: DecodeRequest, context: grpc.ServicerContext) -> Iterator[TokenEvent]:
-        """Raises InvalidError for a request that does not fit its handle, NotFoundError or StaleError for a bad handle,
-        DeadlineError when KV is missing, InternalError when it arrived damaged or the engine failed."""
-        prompt, handle = request.request, request.handle
+        """Raises InvalidError for a request that does not fit its handle, NotFoundError or StaleError for a
+        bad handle, DeadlineError when KV is missing, InternalError when it arrived damaged or the engine
+        failed.
+        """
+        prompt = request.request
         self._check_length(len(prompt.tokens), prompt.max_tokens)
-        needed = self._engine.format.num_blocks(len(prompt.tokens))
-        if handle.num_blocks != needed:
-            raise InvalidError(
-                f"handle of {handle.num_blocks} blocks for a prompt of {len(prompt.tokens)} tokens ({needed} blocks)"
-            )
         with self._taken(request) as kv:
+            needed = self._engine.format.num_blocks(len(prompt.tokens))
+            if len(kv.blocks) != needed:
+                raise InvalidError(
+                    f"the handle is for {len(kv.blocks)} blocks,"
+                    f" a prompt of {len(prompt.tokens)} tokens has {needed}"
+                )
             finish = finish_of(request.first_token, 1, len(prompt.tokens), prompt, self._engine.max_tokens)
             if finish is not None:
                 yield TokenEvent([], [], finish)

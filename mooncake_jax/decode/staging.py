@@ -1,7 +1,8 @@
 """Registered memory that prefill instances stream prompts' KV into, one region per request, lent by handle.
 
-A region is reserved, then taken by `generate` or released, or its lease runs out. Memory that a writer may still write to
-is not lent again: it rests until its flags show that all has arrived, or for `quarantine_seconds`.
+A region is reserved, then taken by `generate` or released, or its lease runs out. Memory that a writer may
+still write to is not lent again: it rests until its flags show that all has arrived, or for
+`quarantine_seconds`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class StagedKV:
             if generation != self.handle.generation or found != crc:
                 block, group = divmod(index, self._format.num_groups)
                 raise InternalError(
-                    f"KV of block {block}, layer group {group} arrived damaged (crc32 {found:08x}, sent {crc:08x})"
+                    f"KV of block {block}, layer group {group} arrived damaged:"
+                    f" crc32 {found:08x}, sent {crc:08x}"
                 )
 
 
@@ -95,7 +97,10 @@ class Staging:
         self._num_refused = 0
 
     def reserve(self, prompt_tokens: int, now_seconds: float) -> StagingHandle:
-        """Memory for the KV of a prompt. Raises InvalidError if it can never fit, ExhaustedError if not now."""
+        """Memory for the KV of a prompt.
+
+        Raises InvalidError if it can never fit, ExhaustedError if not now.
+        """
         num_blocks = self._format.num_blocks(prompt_tokens)
         nbytes = StagingLayout(self._format, num_blocks).nbytes
         with self._lock:
@@ -133,19 +138,30 @@ class Staging:
     def take(self, handle: StagingHandle, now_seconds: float) -> StagedKV:
         """The KV behind a handle, which is good once; give it back by `end`.
 
-        Raises StaleError for a handle of an earlier epoch or that was used, released or has expired, NotFoundError for
-        one that was never given out like this. Each such handle adds one to `num_refused`.
+        Raises StaleError for a handle of an earlier epoch or that was used, released or has expired,
+        NotFoundError for one that was never given out like this. Each such handle adds one to `num_refused`.
         """
         with self._lock:
-            loan = self._find(handle, now_seconds)
+            self._sweep(now_seconds)
+            error = self._refusal(handle)
+            if error is not None:
+                self._num_refused += 1
+                raise error
+            loan = self._loans[handle.slot]
             loan.is_taken = True
             return loan.kv
 
     def release(self, handle: StagingHandle, now_seconds: float) -> None:
-        """A reservation that will not be used. Raises as `take` does."""
+        """A reservation that will not be used.
+
+        Raises as `take` does, but to give up what is over is not counted.
+        """
         with self._lock:
-            loan = self._find(handle, now_seconds)
-            self._end(loan, "released", now_seconds)
+            self._sweep(now_seconds)
+            error = self._refusal(handle)
+            if error is not None:
+                raise error
+            self._end(self._loans[handle.slot], "released", now_seconds)
 
     def end(self, kv: StagedKV, now_seconds: float) -> None:
         """What `take` gave is not needed any more; once is enough."""
@@ -170,14 +186,6 @@ class Staging:
                 "staging_resting": len(self._resting),
                 "staging_nbytes": self._regions.used_nbytes,
             }
-
-    def _find(self, handle: StagingHandle, now_seconds: float) -> _Loan:
-        self._sweep(now_seconds)
-        error = self._refusal(handle)
-        if error is not None:
-            self._num_refused += 1
-            raise error
-        return self._loans[handle.slot]
 
     def _refusal(self, handle: StagingHandle) -> StoreError | None:
         name = f"staging handle (slot {handle.slot}, generation {handle.generation})"

@@ -1,4 +1,6 @@
-"""The one thread that owns a decode engine: between two steps of the batch it inserts at most one piece of new KV."""
+"""The one thread that owns a decode engine: between two steps of the batch it inserts at most one piece of
+new KV.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class DecodeWorker:
             self._changed.notify_all()
 
     def let_go(self, job: DecodeJob) -> None:
-        """Returns when the worker has nothing to do with a job that ended or was cancelled: at the latest after this step."""
+        """Returns when the worker has nothing to do with a job that ended or was cancelled: at the latest
+        after this step.
+        """
         with self._changed:
             self._changed.wait_for(lambda: job not in self._waiting and job not in self._active.values())
 
@@ -151,6 +155,8 @@ class DecodeWorker:
             log.exception("a decode step of %d requests failed", len(self._active))
             for job in list(self._active.values()):
                 self._end(job, InternalError(f"decode engine: {type(error).__name__}: {error}"))
+            for job in self._waiting:
+                job.insert_again()
             return
         with self._changed:
             all_drawn = self._batch.advance(tokens, logprobs)

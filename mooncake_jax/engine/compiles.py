@@ -57,3 +57,10 @@ def binary_runs(count: int, longest: int) -> list[int]:
     runs = [longest] * (count // longest)
     rest = count % longest
     return runs + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+
+
+def use_persistent_cache(directory: str) -> None:
+    """Keep compiled programs in `directory`, whatever their size, so that the next process starts in a few seconds."""
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -127,6 +127,7 @@ class JaxDecodeEngine:
                     self._cache, part, np.int32(slot), np.int32(first_block + first)
                 )
                 first += run
+            jax.block_until_ready(self._cache)  # the device reads `blocks` in place; now the caller may reuse them
         self._held[slot, first_block : first_block + count] = True
 
     def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:

@@ -100,7 +100,8 @@ class JaxPrefillEngine:
         run = self._platform.prefill_pages(cfg)
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
         self._num_pages = -(-pages // run) * run
-        self._staging = np.zeros((_LOAD_BLOCKS, *self.format.group_shape), self.format.item_dtype)
+        prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
+        self._staging = [np.zeros(prefix_shape, self.format.item_dtype) for _ in range(2)]
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None
@@ -187,6 +188,8 @@ class JaxPrefillEngine:
         self._filled[slot] = 0
         pending: deque[tuple[int, jax.Array]] = deque()
         with self._guard():
+            if load is not None:
+                jax.block_until_ready(self._cache)  # an abandoned call may still be reading the staging arrays
             x = self._embed(tokens)
         for group in range(self.format.num_groups):
             prefix: Sequence[np.ndarray] = []
@@ -252,13 +255,19 @@ class JaxPrefillEngine:
                 )
 
     def _insert_prefix(self, group: int, slot: int, blocks: Sequence[np.ndarray]) -> None:
-        """Copy a group's prefix from store memory into the cache, a run of blocks at a time."""
+        """Copy a group's prefix from store memory into the cache, a run of blocks at a time.
+
+        The device reads the staging array after this returns. The next group uses the other one, and the one after
+        that comes when this group's KV has been waited for.
+        """
+        staging = self._staging[group % 2]
         first = 0
         for run in binary_runs(len(blocks), _LOAD_BLOCKS):
-            for i in range(run):
-                self._staging[i] = blocks[first + i]
+            for i in range(first, first + run):
+                staging[i] = blocks[i]
+            part = staging[first : first + run].view(self._storage)
             self._cache[group] = self._compiled.insert[run](
-                self._cache[group], self._staging[:run].view(self._storage), np.int32(slot), np.int32(first)
+                self._cache[group], part, np.int32(slot), np.int32(first)
             )
             first += run
 
@@ -293,14 +302,14 @@ class JaxPrefillEngine:
             embed[tile] = program(llama.embed, self._embedding, np.zeros(tile, np.int32))
             group[tile] = program(group_step, self._layers[0], x, self._cache[0], zero, zero, zero, donate=[2])
             last[tile] = program(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1), x, zero)
-        staging = self._staging.view(self._storage)
+        blocks = {run: jax.ShapeDtypeStruct((run, *self.format.group_shape), self._storage) for run in buckets(1, _LOAD_BLOCKS)}
         return _Programs(
             embed=embed,
             group=group,
             last=last,
             insert={
-                run: program(cache.insert_blocks, self._cache[0], staging[:run], zero, zero, donate=[0])
-                for run in buckets(1, _LOAD_BLOCKS)
+                run: program(cache.insert_blocks, self._cache[0], shape, zero, zero, donate=[0])
+                for run, shape in blocks.items()
             },
             greedy=program(functools.partial(draw_greedy, cfg, platform), self._head_params, row),
             sampled=program(functools.partial(draw_sampled, cfg, platform), self._head_params, row, draw),

@@ -47,6 +47,13 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def extensions(self) -> dict[str, Any]:
+        """What we say beyond OpenAI's fields: the route, and the prompt's token ids if asked for."""
+        extensions: dict[str, Any] = {"mooncake": self.route()}
+        if self.job.return_token_ids:
+            extensions["prompt_token_ids"] = self.job.request.tokens
+        return extensions
+
     def route(self) -> dict[str, Any]:
         """The `mooncake` extension: where the answer ran, and what was reused."""
         started = self.started or Started("", "", 0, 0)

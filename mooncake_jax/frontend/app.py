@@ -197,7 +197,7 @@ class Frontend:
                     continue
                 chunk = writer.chunk(delta)
                 if delta.finish:
-                    chunk["mooncake"] = answer.route()
+                    chunk |= answer.extensions()
                 await stream.send(*opening, chunk)
             if job.include_usage:
                 await stream.send(writer.usage(answer))

@@ -22,7 +22,7 @@ class ChatWriter:
         choice = {"index": 0, "message": message, "finish_reason": answer.finish}
         choice |= self._details(answer.tokens, answer.pieces, answer.logprobs)
         envelope = self._envelope("chat.completion", [choice])
-        return envelope | {"usage": answer.usage(), "mooncake": answer.route()}
+        return envelope | {"usage": answer.usage()} | answer.extensions()
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first text: who speaks."""

@@ -22,7 +22,7 @@ class CompletionWriter:
         choice = self._choice(
             "".join(answer.text), answer.tokens, answer.pieces, answer.logprobs, answer.finish
         )
-        return self._envelope([choice]) | {"usage": answer.usage(), "mooncake": answer.route()}
+        return self._envelope([choice]) | {"usage": answer.usage()} | answer.extensions()
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first text."""

@@ -11,8 +11,6 @@ class FrontendConfig:
 
     model: str
     vocab_size: int
-    host: str = "127.0.0.1"
-    port: int = 8000
     max_concurrent: int = 256  # requests in flight; more are refused with 429
     max_body_nbytes: int = 8 << 20
     completion_max_tokens: int = 16  # when a completion names no max_tokens, as OpenAI's

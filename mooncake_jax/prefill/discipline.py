@@ -1,9 +1,10 @@
 """Which request computes its next tile: the shortest remaining one, less a head start for having waited.
 
-A request's rank is `seconds of work left - aging * seconds waited`, lowest first; time in service is not waiting. While two
-requests wait, their order never flips, and with `aging` ≤ 1 nothing that already waits overtakes the one in service: a
-request in progress is preempted, at a tile edge, only by a newcomer that has less left. Nobody starves: `w` seconds of work
-begin after at most about `w / aging` seconds of shorter ones, and take back no more than `aging` times what they waited.
+A request's rank is `seconds of work left - aging * seconds waited`, lowest first; time in service is not
+waiting. While two requests wait, their order never flips, and with `aging` ≤ 1 nothing that already waits
+overtakes the one in service: a request in progress is preempted, at a tile edge, only by a newcomer that has
+less left. Nobody starves: `w` seconds of work begin after at most about `w / aging` seconds of shorter ones,
+and take back no more than `aging` times what they waited.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Candidate:
 def choose(
     candidates: Sequence[Candidate], *, tokens_per_second: float, free_slots: int, aging: float
 ) -> int | None:
-    """Index of the candidate whose next tile runs, None if none may: one that has not begun needs a free engine slot."""
+    """Index of the candidate whose next tile runs, None if none may: one that has not begun needs a free
+    engine slot.
+    """
     speed = tokens_per_second if tokens_per_second > 0 else _UNKNOWN_SPEED
 
     def rank(index: int) -> tuple[float, float, int]:

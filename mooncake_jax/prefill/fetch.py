@@ -1,4 +1,6 @@
-"""Reads prefix blocks of another node into slots of the home node, layer group by layer group, ahead of the compute."""
+"""Reads prefix blocks of another node into slots of the home node, layer group by layer group, ahead of the
+compute.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class PrefixLostError(Exception):
 class Fetch:
     """One background read. It begins at once; what arrives is committed at home, so that hot blocks spread.
 
-    A block for which the home node has no slot is read into private memory instead. Any failure ends the fetch; what it
-    could not bring is recomputed.
+    A block for which the home node has no slot is read into private memory instead. Any failure ends the
+    fetch; what it could not bring is recomputed.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Fetch:
                 )
 
     def block(self, index: int) -> memoryview:
-        """The bytes of a fetched block, `[BlockFormat.nbytes]`; whole once the last group has been waited for."""
+        """The bytes of a fetched block, `[BlockFormat.nbytes]`; whole once the last group has been waited
+        for.
+        """
         return self._buffers[index]
 
     def stop(self) -> None:
@@ -130,8 +134,10 @@ class Fetch:
         return slots.buffer(index) if slots.accepted[index] else np.empty(self._format.nbytes, np.uint8).data
 
     def _keep(self, slots: Reservation) -> bool:
-        """Commits what has arrived and leases it at once. False if a block was evicted in between: its bytes may be
-        another's by now."""
+        """Commits what has arrived and leases it at once.
+
+        False if a block was evicted in between: its bytes may be another's by now.
+        """
         kept = [i for i, accepted in enumerate(slots.accepted) if accepted]
         for i in kept:
             slots.commit(i)

@@ -14,8 +14,11 @@ log = logging.getLogger(__name__)
 
 
 class HomeCopy:
-    """Slots for the full blocks that a prompt has yet to compute. Blocks that found no slot are skipped in silence:
-    the home node has them already, another request writes them, or there is no room."""
+    """Slots for the full blocks that a prompt has yet to compute.
+
+    Blocks that found no slot are skipped in silence: the home node has them already, another request writes
+    them, or there is no room.
+    """
 
     def __init__(self, home: Node, block_format: BlockFormat, keys: list[bytes], first_block: int):
         """Reserves slots for `keys`, those of blocks `first_block`, `first_block + 1`, …"""
@@ -29,14 +32,17 @@ class HomeCopy:
             self._crcs = {first_block + i: {} for i, yes in enumerate(reservation.accepted) if yes}
 
     def write(self, block: int, group: int, data: np.ndarray, crc: int) -> None:
-        """Copies one layer group (`data`: its bytes, uint8) of `block`. A block that fails to commit is given up."""
+        """Copies one layer group (`data`: its bytes, uint8) of `block`.
+
+        A block that fails to commit is given up.
+        """
         crcs = self._crcs.get(block)
         if crcs is None or self._reservation is None:
             return
         index, f = block - self._first_block, self._format
         try:
-            view = self._reservation.buffer(index)
-            view[f.group_offset(group) : f.group_offset(group) + f.group_nbytes] = data.data
+            slot = np.frombuffer(self._reservation.buffer(index), np.uint8)
+            slot[f.group_offset(group) : f.group_offset(group) + f.group_nbytes] = data
             crcs[group] = crc
             if len(crcs) == f.num_groups:
                 del self._crcs[block]

@@ -33,7 +33,8 @@ class KVPaths(NamedTuple):
 
 
 class PrefillJob:
-    """Made and closed by the request's handler; the worker that owns the engine begins it and computes its tiles.
+    """Made and closed by the request's handler; the worker that owns the engine begins it and computes its
+    tiles.
 
     `events` carries FirstToken, or the error that ended it, or None when it was cancelled.
     """
@@ -78,33 +79,20 @@ class PrefillJob:
         waited = now_seconds - self._arrived - self._served_seconds
         return Candidate(waited, self.remaining_tokens, self.slot is not None)
 
-    def begin(self, slot: int, *, again: bool = False) -> None:
-        """Takes an engine slot, fixes the reused prefix and opens the stream. `again`: after `give_up_fetched`."""
-        if not again:
-            self._began = time.monotonic()
-        f, home = self._paths.format, self._paths.home
+    def begin(self, slot: int) -> None:
+        """Takes an engine slot, fixes the reused prefix and opens the stream."""
+        self._began = time.monotonic()
         self.slot = slot
-        cached = self._prefix.begin()
-        self.position = cached * f.block_tokens
-        self._loads_prefix = cached > 0
-        layout = StagingLayout(
-            f, self._staging.num_blocks if self._staging else f.num_blocks(len(self.tokens))
-        )
-        self._stream = KVStream(
-            self._paths.transfer,
-            layout,
-            staging=self._staging,
-            home=HomeCopy(home, f, self._keys[cached:], cached),
-            on_progress=self._on_progress,
-            again=again,
-        )
-        self._stream.add_prefix(0, *self._prefix.whole_blocks(0, self._prefix.num_home_blocks))
+        self._open_stream(again=False)
 
-    def give_up_fetched(self) -> None:
-        """The fetched part of the prefix is lost: back to before the first tile, with what the home node has."""
+    def begin_again(self) -> None:
+        """Back to before the first tile, with what the home node has: fetched blocks or the slot's content
+        are lost.
+        """
         if self._stream is not None:
             self._stream.close()
         self._prefix.drop_fetched()
+        self._open_stream(again=True)
 
     @property
     def load(self) -> Callable[[int], list[np.ndarray]] | None:
@@ -112,7 +100,10 @@ class PrefillJob:
         return self._prefix.load if self._loads_prefix else None
 
     def add_new(self, kv: GroupKV, num_tokens: int) -> None:
-        """New KV of a tile of `num_tokens` tokens. Raises what broke the stream, so that no more is computed."""
+        """New KV of a tile of `num_tokens` tokens.
+
+        Raises what broke the stream, so that no more is computed.
+        """
         assert self._stream is not None
         if self._stream.failure is not None:
             raise self._stream.failure
@@ -160,7 +151,28 @@ class PrefillJob:
         self._on_progress()
 
     def close(self) -> None:
-        """Frees leases, reservations and the stream; no write is in flight after it. The worker must have let go."""
+        """Frees leases, reservations and the stream; no write is in flight after it.
+
+        The worker must have let go.
+        """
         if self._stream is not None:
             self._stream.close()
         self._prefix.close()
+
+    def _open_stream(self, *, again: bool) -> None:
+        f, home = self._paths.format, self._paths.home
+        cached = self._prefix.begin()
+        self.position = cached * f.block_tokens
+        self._loads_prefix = cached > 0
+        layout = StagingLayout(
+            f, self._staging.num_blocks if self._staging else f.num_blocks(len(self.tokens))
+        )
+        self._stream = KVStream(
+            self._paths.transfer,
+            layout,
+            staging=self._staging,
+            home=HomeCopy(home, f, self._keys[cached:], cached),
+            on_progress=self._on_progress,
+            again=again,
+        )
+        self._stream.add_prefix(0, *self._prefix.whole_blocks(0, self._prefix.num_home_blocks))

@@ -1,8 +1,11 @@
-"""The part of a prompt that need not be computed: leading blocks of the home node's DRAM, or fetched from another node."""
+"""The part of a prompt that need not be computed: leading blocks of the home node's DRAM, or fetched from
+others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,15 +15,51 @@ from kvstore.node import Lease, Node
 from mooncake_jax.prefill.fetch import Fetch
 from mooncake_jax.request import Placement
 
+_Holders = Callable[[Sequence[bytes]], list[list[str]]]
 
-def reusable_keys(placement: Placement, num_tokens: int, block_tokens: int) -> list[bytes]:
-    """Keys of the blocks that may be reused: at least one token of the prompt is always computed."""
-    return placement.keys[: (num_tokens - 1) // block_tokens]
+
+class Source(NamedTuple):
+    """Another node, and the blocks to read from it."""
+
+    node: str
+    blocks: list[int]
+
+
+def plan_sources(
+    keys: Sequence[bytes], held: Sequence[bool], placement: Placement, holders: _Holders, home: str
+) -> list[Source]:
+    """Where the blocks of `keys` that are not `held` at `home` come from.
+
+    Pure but for `holders` (key → node names).
+
+    First what the Conductor decided (Algorithm 1). Then the answer of the turn before: its blocks are at the
+    node of the decode instance that generated it, which has not the blocks before them, so that Algorithm 1
+    does not see it.
+    """
+    sources = []
+    if placement.fetch_from not in ("", home):
+        missing = [i for i in range(min(placement.fetch_blocks, len(keys))) if not held[i]]
+        sources += [Source(placement.fetch_from, missing)] if missing else []
+    planned = {block for source in sources for block in source.blocks}
+    start = next((i for i in range(len(keys)) if not held[i] and i not in planned), len(keys))
+    if 0 < start < len(keys):
+        first, *following = holders([keys[0], *keys[start:]])
+        runs = {node: _run_length(node, following) for node in set(following[0]) - {*first, home}}
+        if runs:
+            node = max(sorted(runs), key=lambda name: runs[name])
+            sources.append(Source(node, list(range(start, start + runs[node]))))
+    return sources
+
+
+def _run_length(node: str, holders: list[list[str]]) -> int:
+    return next((i for i, nodes in enumerate(holders) if node not in nodes), len(holders))
 
 
 class Prefix:
-    """Leased at once, fetched in the background, fixed by `begin`. A block that is missing anywhere ends the prefix:
-    what follows it is recomputed."""
+    """Leased at once, fetched in the background, fixed by `begin`.
+
+    A block that is missing anywhere ends the prefix: what follows it is recomputed.
+    """
 
     def __init__(
         self,
@@ -31,60 +70,69 @@ class Prefix:
         num_tokens: int,
         on_progress: Callable[[], None],
     ):
-        """`on_progress` is called from another thread when `is_ready` may have changed."""
+        """`on_progress` is called from other threads when `is_ready` may have changed."""
         self._home, self._format = home, block_format
-        self._keys = reusable_keys(placement, num_tokens, block_format.block_tokens)
+        # at least one token is always computed
+        self._keys = placement.keys[: (num_tokens - 1) // block_format.block_tokens]
         self._lease: Lease = home.lease(self._keys)
-        self._fetch: Fetch | None = None
-        self._fetched: dict[int, int] = {}  # block: its index in the fetch
+        self._fetches: list[Fetch] = []
+        self._places: dict[int, tuple[Fetch, int]] = {}  # block: its fetch and its index there
         self.num_blocks = 0  # in use, since `begin`
-        if placement.fetch_from and placement.fetch_from != home.config.name:
-            held = self._lease.held
-            missing = [i for i in range(min(placement.fetch_blocks, len(held))) if not held[i]]
-            self._fetched = {block: i for i, block in enumerate(missing)}
-        if self._fetched:
-            keys = [self._keys[i] for i in self._fetched]
-            self._fetch = Fetch(home, client, block_format, keys, placement.fetch_from, on_progress)
+        held, holders = self._lease.held, client.replica.holders
+        for node, blocks in plan_sources(self._keys, held, placement, holders, home.name):
+            fetch = Fetch(home, client, block_format, [self._keys[i] for i in blocks], node, on_progress)
+            self._fetches.append(fetch)
+            self._places.update({block: (fetch, i) for i, block in enumerate(blocks)})
 
     @property
     def is_ready(self) -> bool:
-        """Compute may begin: nothing is being fetched, the first layer group is here, or the fetch came to nothing."""
-        return self._fetch is None or self._fetch.is_over or self._fetch.is_usable
+        """Compute may begin: of every fetch the first layer group is here, or it came to nothing."""
+        return all(fetch.is_usable or fetch.is_over for fetch in self._fetches)
 
     @property
     def expected_blocks(self) -> int:
         """Leading blocks that `begin` would find if all goes well."""
-        return self._leading(len(self._fetched))
+        held = self._lease.held
+        return next((i for i in range(len(held)) if not held[i] and i not in self._places), len(held))
 
     @property
     def num_fetched(self) -> int:
         """Of the blocks in use, those that came from another node."""
-        return sum(i < self.num_blocks for i in self._fetched)
+        return sum(i < self.num_blocks for i in self._places)
+
+    @property
+    def num_home_blocks(self) -> int:
+        """Leading blocks in use that were at home at `begin`: all their bytes are here already."""
+        return next((i for i in range(self.num_blocks) if not self._lease.held[i]), self.num_blocks)
 
     def begin(self) -> int:
-        """Fixes how many leading blocks are reused and returns it. Blocks that came home since are found too."""
-        if self._fetch is not None and not self._fetch.is_usable:
-            self.drop_fetched()
-        if self._fetch is None:
-            newer = self._home.lease(self._keys)
-            self._lease.close()
-            self._lease = newer
-        self.num_blocks = self._leading(self._fetch.num_blocks if self._fetch is not None else 0)
+        """Fixes how many leading blocks are reused and returns it.
+
+        Blocks that came home since are found too.
+        """
+        for fetch in [fetch for fetch in self._fetches if not fetch.is_usable]:
+            self._drop(fetch)
+        newer = self._home.lease(self._keys)
+        self._lease.close()
+        self._lease = newer
+        arriving = {block for block, (fetch, index) in self._places.items() if index < fetch.num_blocks}
+        missing = (i for i in range(len(newer.held)) if not newer.held[i] and i not in arriving)
+        self.num_blocks = next(missing, len(newer.held))
         return self.num_blocks
 
     def drop_fetched(self) -> None:
-        """Goes on without the blocks of the other node. `begin` again before use."""
-        if self._fetch is not None:
-            self._fetch.close()
-        self._fetch, self._fetched = None, {}
+        """Goes on without the blocks of other nodes. `begin` again before use."""
+        for fetch in list(self._fetches):
+            self._drop(fetch)
 
     def load(self, group: int) -> list[np.ndarray]:
-        """Layer group `group` of the blocks in use, `[l, K, 2, Z, H]` each, views of store memory; waits for them.
+        """Layer group `group` of the blocks in use, `[l, K, 2, Z, H]` each, views of store memory; waits for
+        them.
 
         Raises PrefixLostError when a fetch fails under way.
         """
-        if self._fetch is not None and self.num_fetched:
-            self._fetch.wait_group(group)
+        for fetch in self._fetches:
+            fetch.wait_group(group)
         f, start = self._format, self._format.group_offset(group)
         return [
             np.frombuffer(self._bytes(i)[start : start + f.group_nbytes], f.item_dtype).reshape(f.group_shape)
@@ -97,33 +145,27 @@ class Prefix:
         Blocks that are being fetched may be asked for after `load` of the last group.
         """
         blocks = [np.frombuffer(self._bytes(i), np.uint8) for i in range(start, stop)]
-        if any(not self._lease.held[i] for i in range(start, stop)):
+        if not all(self._lease.held[i] for i in range(start, stop)):
             return blocks, None
         return blocks, [self._lease.crcs(i) for i in range(start, stop)]
 
-    @property
-    def num_home_blocks(self) -> int:
-        """Leading blocks in use that were at home from the start: their bytes are here already."""
-        return next((i for i in range(self.num_blocks) if not self._lease.held[i]), self.num_blocks)
-
     def stop(self) -> None:
         """Whoever waits in `load` for fetched blocks gets PrefixLostError soon."""
-        if self._fetch is not None:
-            self._fetch.stop()
+        for fetch in list(self._fetches):
+            fetch.stop()
 
     def close(self) -> None:
-        """Ends leases, and the fetch if it is under way."""
+        """Ends leases, and fetches that are under way."""
         self.drop_fetched()
         self._lease.close()
 
-    def _leading(self, num_fetched: int) -> int:
-        held, here = self._lease.held, self._fetched
-        missing = (i for i in range(len(held)) if not held[i] and here.get(i, num_fetched) >= num_fetched)
-        return next(missing, len(held))
+    def _drop(self, fetch: Fetch) -> None:
+        self._fetches.remove(fetch)
+        self._places = {block: place for block, place in self._places.items() if place[0] is not fetch}
+        fetch.close()
 
     def _bytes(self, index: int) -> memoryview:
         if self._lease.held[index]:
             return self._lease.view(index)
-        if self._fetch is None:
-            raise ValueError(f"block {index} is not part of the prefix")
-        return self._fetch.block(self._fetched[index])
+        fetch, place = self._places[index]
+        return fetch.block(place)

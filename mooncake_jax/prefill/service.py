@@ -1,10 +1,12 @@
 """The Prefill service: validates, hands the request to the worker, streams FirstToken and PrefillDone.
 
 The life of a request here:
-1. The keys of its full blocks are derived again and compared; leading blocks are leased, others fetched meanwhile.
+1. The keys of its full blocks are derived again and compared; leading blocks are leased, others fetched
+   meanwhile.
 2. The worker computes it tile by tile, sharing the engine with others; new KV leaves behind each layer group.
 3. FirstToken is sent as soon as it is sampled, PrefillDone when all KV has arrived at decode.
-4. Its end, its failure or the caller leaving the stream frees the engine slot, leases, reservations and the stream.
+4. Its end, its failure or the caller leaving the stream frees the engine slot, leases, reservations and the
+   stream.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ class PrefillService:
     def prefill(
         self, request: PrefillRequest, context: grpc.ServicerContext
     ) -> Iterator[FirstToken | PrefillDone]:
-        """Raises StaleError for another epoch, InvalidError for a request that does not fit or keys that differ,
-        ExhaustedError when the queue is full, UnavailableError when decode or this instance goes away."""
+        """Raises StaleError for another epoch, InvalidError for a request that does not fit or keys that
+        differ, ExhaustedError when the queue is full, UnavailableError when decode or this instance goes
+        away.
+        """
         self._validate(request)
         with self._job(request) as job:
             if not context.add_callback(job.cancel):
@@ -114,8 +118,8 @@ class PrefillService:
         prompt, placement, z = request.request, request.placement, self._engine.format.block_tokens
         if (placement.prefill.name, placement.prefill.epoch) != (self._name, self._epoch):
             raise StaleError(
-                f"placed on {placement.prefill.name!r} epoch {placement.prefill.epoch:x}; this is {self._name!r}"
-                f" epoch {self._epoch:x}: ask for a new placement"
+                f"placed on {placement.prefill.name!r} epoch {placement.prefill.epoch:x}; this is"
+                f" {self._name!r} epoch {self._epoch:x}: ask for a new placement"
             )
         if placement.request_id != prompt.request_id:
             raise InvalidError(

@@ -1,7 +1,9 @@
-"""KV on its way out: each layer group's new KV goes to the home node and into decode's staging while the next computes.
+"""KV on its way out: each layer group's new KV goes to the home node and into decode's staging while the next
+computes.
 
-One thread per request delivers pieces in order: new KV first, reused prefix blocks in the gaps. A flag is written only
-after the bytes it stands for have arrived, so a flag that decode sees is a promise kept. (Paper §5.2: layer-wise prefill.)
+One thread per request delivers pieces in order: new KV first, reused prefix blocks in the gaps. A flag is
+written only after the bytes it stands for have arrived, so a flag that decode sees is a promise kept. (Paper
+§5.2: layer-wise prefill.)
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ class _Piece:
 
 
 class KVStream:
-    """Delivers the KV of one request. The worker adds, never waits; `finish` or `close` ends it, from any thread."""
+    """Delivers the KV of one request.
+
+    The worker adds, never waits; `finish` or `close` ends it, from any thread.
+    """
 
     def __init__(
         self,
@@ -87,7 +92,9 @@ class KVStream:
         return self._failure
 
     def add_new(self, kv: GroupKV, num_tokens: int) -> None:
-        """New KV of a tile of `num_tokens`; keeps `kv.blocks` alive, and reads only the rows of those tokens."""
+        """New KV of a tile of `num_tokens`; keeps `kv.blocks` alive, and reads only the rows of
+        those tokens.
+        """
         z = self._layout.format.block_tokens
         blocks = list(kv.blocks[: self._layout.format.num_blocks(num_tokens)])
         if num_tokens % z:
@@ -100,7 +107,9 @@ class KVStream:
     def add_prefix(
         self, first_block: int, blocks: Sequence[np.ndarray], crcs: list[Sequence[int]] | None = None
     ) -> None:
-        """Whole reused blocks (uint8, `[BlockFormat.nbytes]` each) with the crc32s of their layer groups, if known."""
+        """Whole reused blocks (uint8, `[BlockFormat.nbytes]` each) with the crc32s of their layer groups, if
+        known.
+        """
         if self._staging is None:
             return
         step = max(1, _PIECE_NBYTES // self._layout.format.nbytes)

@@ -46,7 +46,10 @@ class PrefillWorker:
             raise UnavailableError(f"the prefill engine failed to start: {self._failure}") from self._failure
 
     def submit(self, job: PrefillJob) -> None:
-        """Queues a job. Raises ExhaustedError when the queue is full, UnavailableError when not ready or closing."""
+        """Queues a job.
+
+        Raises ExhaustedError when the queue is full, UnavailableError when not ready or closing.
+        """
         with self._changed:
             if not self.is_ready:
                 raise UnavailableError("this prefill instance is not ready")
@@ -63,7 +66,9 @@ class PrefillWorker:
             self._changed.notify_all()
 
     def let_go(self, job: PrefillJob) -> None:
-        """Returns when the worker has nothing to do with a cancelled job any more: at the latest after this tile."""
+        """Returns when the worker has nothing to do with a cancelled job any more: at the latest after this
+        tile.
+        """
         with self._changed:
             self._changed.wait_for(lambda: job not in self._jobs)
 
@@ -138,12 +143,15 @@ class PrefillWorker:
                 job.begin(slot)
             first_token = self._compute_tile(job)
         except PrefixLostError as error:
-            self._begin_again(job, error)
+            self._begin_again(job, str(error))
         except StoreError as error:
             self._end(job, error)
         except Exception as error:
             log.exception("request %s failed in the prefill engine", job.request.request_id)
             self._end(job, InternalError(f"prefill engine: {type(error).__name__}: {error}"))
+            if not isinstance(error, ValueError):  # refused before anything ran; else all slots may be lost
+                for other in [other for other in self.jobs() if other.slot is not None]:
+                    self._begin_again(other, "another request broke the engine's step")
         else:
             if first_token is not None:
                 self._end(job, first_token)
@@ -165,16 +173,14 @@ class PrefillWorker:
         job.tile_done(stop - start, seconds)
         return first_token
 
-    def _begin_again(self, job: PrefillJob, error: PrefixLostError) -> None:
+    def _begin_again(self, job: PrefillJob, why: str) -> None:
         if job.cancelled:
             return
-        log.warning("request %s starts again without fetched blocks: %s", job.request.request_id, error)
+        log.warning("request %s starts again: %s", job.request.request_id, why)
         try:
-            assert job.slot is not None
-            job.give_up_fetched()
-            job.begin(job.slot, again=True)
-        except StoreError as failure:
-            self._end(job, failure)
+            job.begin_again()
+        except StoreError as error:
+            self._end(job, error)
 
     def _end(self, job: PrefillJob, event: FirstToken | StoreError | None) -> None:
         with self._changed:

@@ -1,17 +1,20 @@
-"""A whole cluster in one process, over real gRPC, store and transfers, with engines whose answers are known."""
+"""A whole cluster in one process, over real gRPC, store and transfers, with engines whose answers
+are known.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fakes.engine import FORMAT, FakeDecodeEngine, FakePrefillEngine
+from fakes.engine import FINGERPRINT, FORMAT, FakeDecodeEngine, FakePrefillEngine
 
-from kvstore import Directory
-from kvstore.errors import StoreError
+from kvstore import Directory, DirectoryReplica, chain_keys, root_key
+from kvstore.errors import StaleError
 from kvstore.rpc import Empty, Server, Stub
 from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.service import ConductorService
@@ -73,7 +76,8 @@ class Call:
 
     def prefill(self, placement: Placement, staging: StagingHandle | None) -> tuple[FirstToken, PrefillDone]:
         stub = self._cluster.stub(placement.prefill.address, PREFILL)
-        first, done = self._follow(stub.prefill(PrefillRequest(self.request, placement, staging)))
+        events = self._follow(stub.prefill(PrefillRequest(self.request, placement, staging)))
+        first, done = events
         assert isinstance(first, FirstToken)
         assert isinstance(done, PrefillDone)
         return first, done
@@ -82,22 +86,26 @@ class Call:
         stub = self._cluster.stub(placement.decode.address, DECODE)
         return self._follow(stub.generate(DecodeRequest(self.request, handle, first_token)))
 
+    def release(self, placement: Placement, handle: StagingHandle) -> None:
+        with contextlib.suppress(StaleError):  # it was used, if only to fail
+            self._cluster.stub(placement.decode.address, DECODE).release(handle)
+
     def end(self, ok: bool) -> None:
         self._cluster.conductor.end(RequestEnd(self.request.request_id, "all", ok, 0.0))
 
-    def run(self, *, change: Callable[[Placement], Placement] = lambda placement: placement) -> Answer:
-        """All steps. `change` may alter the Conductor's decision."""
-        placement = change(self.place())
+    def run(self, *, avoid: Sequence[str] = ()) -> Answer:
+        """All steps."""
+        placement = self.place(avoid)
         ok = False
         try:
             handle = self.reserve(placement)
             try:
                 first, done = self.prefill(placement, handle)
-            except StoreError:
-                self._cluster.stub(placement.decode.address, DECODE).release(handle)
-                raise
-            events = self.generate(placement, handle, first.token)
-            ok = True
+                events = self.generate(placement, handle, first.token)
+                ok = True
+            finally:
+                if not ok:
+                    self.release(placement, handle)
         finally:
             self.end(ok)
         return Answer(
@@ -124,7 +132,10 @@ class Call:
 
 
 class FakeCluster:
-    """Directory, Conductor, and fake prefill and decode instances. `check_idle` compares all books with their start."""
+    """Directory, Conductor, and fake prefill and decode instances.
+
+    `check_idle` compares all books with their start.
+    """
 
     def __init__(
         self,
@@ -145,7 +156,8 @@ class FakeCluster:
             stack.callback(directory.close)
             directory_server = Server(directory.handlers(), max_workers=directory.max_workers)
             stack.callback(directory_server.close)
-            conductor = ConductorService(ConductorConfig(directory_address=directory_server.address))
+            self._replicas = [DirectoryReplica(directory_server.address)]
+            conductor = ConductorService(ConductorConfig(), self._replicas[0])
             conductor.start()
             stack.callback(conductor.close)
             conductor_server = Server(conductor.handlers())
@@ -180,6 +192,7 @@ class FakeCluster:
                 self.engines[name] = engine = decode_engine()
                 self.instances[name] = start_decode(config(name), engine, decode)
                 stack.callback(self.instances[name].close)
+            self._replicas += [instance.client.replica for instance in self.instances.values()]
             total = num_prefill + num_decode
             wait_until(lambda: len(self.conductor.cluster(Empty()).instances) == total, "all are registered")
             self._start = {name: self.books(name) for name in self.instances}
@@ -195,8 +208,10 @@ class FakeCluster:
         self._next_id += 1
         return Call(self, Request(f"request-{self._next_id}", list(tokens), max_tokens, **fields))
 
-    def ask(self, tokens: Sequence[int], max_tokens: int = 6, *, change=lambda p: p, **fields) -> Answer:
-        return self.call(tokens, max_tokens, **fields).run(change=change)
+    def ask(
+        self, tokens: Sequence[int], max_tokens: int = 6, *, avoid: Sequence[str] = (), **fields
+    ) -> Answer:
+        return self.call(tokens, max_tokens, **fields).run(avoid=avoid)
 
     def books(self, name: str) -> dict[str, float]:
         table = PREFILL if name.startswith("prefill") else DECODE
@@ -205,13 +220,15 @@ class FakeCluster:
     def counters(self, name: str) -> dict[str, float]:
         return self.instances[name].service.load().counters
 
-    def settle(self) -> None:
-        """Returns when the directory and the Conductor know what every node holds."""
-        for instance in self.instances.values():
-            service = instance.service
-            wait_until(lambda s=service: s.books().get("saving_blocks", 0) == 0, "answers are saved")
-            assert instance.home.flush(5.0)
-        time.sleep(0.05)  # from the directory to the Conductor's replica
+    def wait_held(self, node: str, tokens: Sequence[int], blocks: range, salt: str = "") -> None:
+        """Returns when the Conductor and all instances know that `node` holds these blocks of `tokens`."""
+        keys = chain_keys(root_key(FINGERPRINT, salt), tokens, FORMAT.block_tokens)
+        keys = keys[blocks.start : blocks.stop]
+        assert len(keys) == len(blocks)
+        for replica in self._replicas:
+            wait_until(
+                lambda r=replica: all(node in nodes for nodes in r.holders(keys)), f"{node} holds {blocks}"
+            )
 
     def check_idle(self) -> None:
         """Every book is back at its start, in a generous time."""

@@ -1,15 +1,17 @@
 """Engines whose arithmetic a person can do, with the byte layout and the calls of the real ones.
 
-All numbers are integers mod 251. The KV of token `t` at position `i` in layer `l` holds, for element `e` (elements
-counted in K, 2, H order):
+All numbers are integers mod 251. The KV of token `t` at position `i` in layer `l` holds, for element `e`
+(elements counted in K, 2, H order):
 
     kv[l, i, e] = t + 1 + 10 l + e + digest_l(i)
-    digest_l(n) = sum over positions j < n and elements e of weight(j) (e + 1) kv[l, j, e];  weight(j) = 1 + j % 250
+    digest_l(n) = sum over positions j < n and elements e of weight(j) (e + 1) kv[l, j, e]
+    weight(j) = 1 + j % 250
 
-so every value depends on all tokens before it, and is read from the cache, never from the tokens. The next token after
-`n` cached positions is `sum over l of (l + 1) digest_l(n)`, plus `seed + 13 step` unless the temperature is 0. A wrong
-block, layer, K/V order, position, stale byte or missing prefix is a wrong number, and stays wrong in all that follows.
-`answer` is the oracle: the same sums from the tokens alone.
+so every value depends on all tokens before it, and is read from the cache, never from the tokens. The next
+token after `n` cached positions is `sum over l of (l + 1) digest_l(n)`, plus `seed + 13 step` unless the
+temperature is 0. A wrong block, layer, K/V order, position, stale byte or missing prefix is a wrong number,
+and stays wrong in all that follows. `answer` is the oracle: the same sums from the tokens alone. An error in
+a step loses what all slots held, as it does where a step consumes its cache.
 """
 
 from __future__ import annotations
@@ -97,6 +99,10 @@ class FakeCache:
         elements = np.arange(f.num_kv_heads * 2 * f.head_dim).reshape(f.num_kv_heads, 2, f.head_dim)
         self._elements = elements
 
+    def lose(self) -> None:
+        """Forgets what every slot holds."""
+        self.array[:] = POISON
+
     def digests(self, slot: int, layers: slice, num_tokens: int) -> np.ndarray:
         """`[l]`: digest of every layer in `layers` over the first `num_tokens` positions of `slot`."""
         kv = self.array[slot, layers, :, :, :num_tokens].astype(np.int64)  # [l, K, 2, S, H]
@@ -146,7 +152,10 @@ class _OneThread:
 
 
 class FakePrefillEngine:
-    """`PrefillEngine` by sums. `before_group(slot, start, group)` runs before each group: tests block or raise in it."""
+    """`PrefillEngine` by sums.
+
+    `before_group(slot, start, group)` runs before each group: tests block or raise in it.
+    """
 
     def __init__(
         self,
@@ -203,7 +212,12 @@ class FakePrefillEngine:
                     slot, layers, 0, np.stack(blocks) if blocks else np.zeros((0, *f.group_shape))
                 )
             if self.before_group is not None:
-                self.before_group(slot, start, group)
+                try:
+                    self.before_group(slot, start, group)
+                except Exception:
+                    self._cache.lose()
+                    self._filled = [0] * self.num_slots
+                    raise
             if self._seconds_per_token:
                 time.sleep(self._seconds_per_token * len(tokens) / f.num_groups)
             digests = np.concatenate([digests, self._cache.feed(slot, layers, tokens.tolist(), start)])
@@ -252,7 +266,11 @@ class FakeDecodeEngine:
     def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
         self._thread.check()
         if self.before_step is not None:
-            self.before_step(rows)
+            try:
+                self.before_step(rows)
+            except Exception:
+                self._cache.lose()
+                raise
         if self._seconds_per_step:
             time.sleep(self._seconds_per_step)
         tokens = np.full(self.num_slots, -1, np.int32)

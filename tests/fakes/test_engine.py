@@ -71,8 +71,8 @@ def test_by_hand():
     one = BlockFormat(
         num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=1, dtype="float32", layers_per_group=1
     )
-    # kv of token 5 at 0: [6, 7]; digest 1·(1·6 + 2·7) = 20: the first token. Then kv of 20 at 1: 20 + 1 + 20 = [41, 42];
-    # digest 20 + 2·(41 + 2·42) = 270 = 19 mod 251.
+    # kv of token 5 at 0: [6, 7]; digest 1·(1·6 + 2·7) = 20: the first token.
+    # kv of token 20 at 1: 20 + 1 + 20 = [41, 42]; digest 20 + 2·(41 + 2·42) = 270 = 19 mod 251.
     assert answer([5], 2, block_format=one) == [20, 19]
 
 

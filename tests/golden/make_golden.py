@@ -209,7 +209,8 @@ def make_tiny_llama() -> None:
     written |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(written, indent=1) + "\n")
     ids = np.random.default_rng(7).integers(3, 320, 400).tolist()
-    logits = logits_of(model.float(), ids)
+    # Loaded anew: casting a model to bfloat16 has rounded its RoPE frequencies as well.
+    logits = logits_of(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids)
     rows = {str(i): rounded(logits[i]) for i in (0, 10, 100, 399)}
     (folder / "logits.json").write_text(json.dumps({"ids": ids, "logits": rows}) + "\n")
 

@@ -21,7 +21,7 @@ def tiny_llama_logits() -> dict:
 
 
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct's GGUF from $MOONCAKE_MODEL or the user's cache; skips the test if it is in neither."""
+    """SmolLM2-135M-Instruct's GGUF from $MOONCAKE_MODEL or the user's cache; else skips the test."""
     path = Path(os.environ.get("MOONCAKE_MODEL") or cache_directory() / GGUF)
     if not path.is_file():
         pytest.skip(f"{path} is not there: run `python -m launch.fetch` or set MOONCAKE_MODEL")

@@ -159,9 +159,9 @@ def test_children_end_with_their_parent(tmp_path, number):
     """Ctrl-C, or even SIGKILL: the children do not outlive the process that runs the supervisor."""
     program = textwrap.dedent(
         f"""
-        import signal, sys
+        import sys
         from pathlib import Path
-        from launch.process import stoppable
+        from launch.process import stoppable, wait_for_signal
         from launch.supervisor import Command, Supervisor
 
         def serve():
@@ -169,7 +169,7 @@ def test_children_end_with_their_parent(tmp_path, number):
                 supervisor.start(Command("a", ({DUMMY!r}, "--name=a", "--kind=litter")))
                 supervisor.wait_ready(["a"], 30)
                 print(supervisor.pid("a"), flush=True)
-                signal.pause()
+                wait_for_signal()
 
         stoppable(serve)
         """

@@ -31,7 +31,26 @@ def byte_level(**changes) -> Tokenizer:
 
 def sentencepiece() -> Tokenizer:
     """Like Llama 2's: spaces as ▁, one of them put in front, bytes as <0xNN> where a letter has no token."""
-    words = ["▁", "O", "n", "c", "e", "u", "p", "o", "a", "t", "i", "m", "▁a", "in", "▁t", "im", "▁tim", "▁time"]
+    words = [
+        "▁",
+        "O",
+        "n",
+        "c",
+        "e",
+        "u",
+        "p",
+        "o",
+        "a",
+        "t",
+        "i",
+        "m",
+        "▁a",
+        "in",
+        "▁t",
+        "im",
+        "▁tim",
+        "▁time",
+    ]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words]
     merges = [("▁", "a"), ("i", "n"), ("▁", "t"), ("i", "m"), ("▁t", "im"), ("▁tim", "e")]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -244,6 +263,7 @@ def test_pre_tokenizers_cut_as_their_names_say(pre_tokenizer, text, words):
         ({"pre_tokenizer": "tekken"}, "tekken"),
         ({"tokens": ["a", "a"]}, "'a' stands twice"),
         ({"merges": ["ab"]}, "'ab' is not two tokens"),
+        ({"merges": ["a c"]}, "`c` out of vocabulary"),
         ({"control": [2]}, "id 2 lies outside"),
     ],
 )

@@ -5,6 +5,7 @@ A peer that is slow, frozen or gone holds up its own threads only.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from kvstore.transfer.transport import wire
 
 IDLE_SECONDS = 30.0  # then a connection without work is closed
 MAX_PEERS = 256
+log = logging.getLogger(__name__)
 
 
 class _Lane(threading.Thread):
@@ -131,12 +133,20 @@ class _Link:
         with self._changed:
             self._queue.extend(frames)
             for _ in range(min(len(self._queue) - self._num_idle, self._max_lanes - self._num_lanes)):
-                self._lanes = [lane for lane in self._lanes if lane.is_alive()]
-                lane = _Lane(self)
-                self._lanes.append(lane)
-                self._num_lanes += 1
-                lane.start()
+                self._add_lane()
             self._changed.notify(len(frames))
+
+    def _add_lane(self) -> None:
+        lane = _Lane(self)
+        try:
+            lane.start()
+        except (
+            RuntimeError
+        ) as error:  # too many threads: the frames wait for other lanes, or for their deadline
+            log.warning("cannot start a transfer thread: %s", error)
+            return
+        self._lanes = [*(lane for lane in self._lanes if lane.is_alive()), lane]
+        self._num_lanes += 1
 
     def next_frame(self) -> Frame | None:
         """The next frame to move; None tells the lane to leave: closed, or idle for `IDLE_SECONDS`."""

@@ -149,7 +149,11 @@ class TcpServer:
                     return
                 log.warning("cannot accept a transfer connection: %s", error)
                 continue
-            self._start(sock)
+            try:
+                self._start(sock)
+            except (OSError, RuntimeError) as error:  # the client has left, or there are too many threads
+                log.warning("cannot serve a transfer connection: %s", error)
+                sock.close()
 
     def _start(self, sock: socket.socket) -> None:
         with self._lock:
@@ -159,8 +163,8 @@ class TcpServer:
                 sock.close()
                 return
             session = _Session(self, sock)
-            self._sessions.append(session)
             session.start()
+            self._sessions.append(session)
 
     def close(self) -> None:
         """Stops listening, cuts every connection and joins every thread."""

@@ -1,4 +1,4 @@
-"""Engines that are closed after each test, and a check that nothing of them is left: threads, files, shared memory."""
+"""Engines closed after each test, and a check that nothing of them is left: threads, files, shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import glob
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -24,15 +25,19 @@ def _open_files() -> dict[str, str]:
     return links
 
 
+def _left_behind(threads: set[threading.Thread], files: dict[str, str]) -> list[object]:
+    left: list[object] = [thread for thread in threading.enumerate() if thread not in threads]
+    left += [name for fd, name in _open_files().items() if files.get(fd) != name]
+    return left + glob.glob(f"/dev/shm/mooncake-{os.getpid()}-*")
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    gc.collect()
     threads, files = set(threading.enumerate()), _open_files()
     yield
-    gc.collect()
-    assert set(threading.enumerate()) - threads == set()
-    assert {fd: name for fd, name in _open_files().items() if files.get(fd) != name} == {}
-    assert glob.glob(f"/dev/shm/mooncake-{os.getpid()}-*") == []
+    if _left_behind(threads, files):
+        gc.collect()
+    assert _left_behind(threads, files) == []
 
 
 @pytest.fixture
@@ -58,16 +63,21 @@ def make_shared(nothing_leaks: None) -> Iterator[Callable[[str, int], SharedBuff
         buffers.append(SharedBuffer(name, nbytes))
         return buffers[-1]
 
+    make.buffers = buffers  # pyright: ignore[reportFunctionMemberAccess]
     yield make
     for buffer in buffers:
         buffer.close()
 
 
+@dataclass
 class Pair:
-    """`engine` reaches `segment`, whose bytes are `memory`, over `path`; `owner` is the engine that serves it."""
+    """`engine` reaches `segment`, whose bytes are `memory`, over `path`; `owner` is the engine it belongs to."""
 
-    def __init__(self, path: str, engine: TransferEngine, owner: TransferEngine, segment: Segment, memory: np.ndarray):
-        self.path, self.engine, self.owner, self.segment, self.memory = path, engine, owner, segment, memory
+    path: str
+    engine: TransferEngine
+    owner: TransferEngine
+    segment: Segment
+    memory: np.ndarray
 
 
 @pytest.fixture
@@ -78,10 +88,7 @@ def make_pair(
 
     def make(path: str, nbytes: int, **kwargs: object) -> Pair:
         engine = make_engine("host-a", **kwargs)
-        if path == "loopback":
-            owner = engine
-        else:
-            owner = make_engine("host-a" if path == "shm" else "host-b")
+        owner = engine if path == "loopback" else make_engine("host-a" if path == "shm" else "host-b")
         if path == "shm":
             shared = make_shared("pair", nbytes)
             memory, shm_path = shared.array, shared.path

@@ -1,7 +1,5 @@
 """What must not happen does not, and the reason says which rule it broke."""
 
-import threading
-
 import msgspec
 import numpy as np
 import pytest
@@ -83,7 +81,10 @@ def test_a_refused_large_write_leaves_the_connection_usable(make_pair):
     source = np.ones(8 << 20, np.uint8)
     for _ in range(2):
         assert ends(pair.engine, TransferRequest(WRITE, memoryview(source), other, 0))[0].state == FAILED
-        assert ends(pair.engine, TransferRequest(WRITE, memoryview(source), pair.segment, 0))[0].state == COMPLETED
+        assert (
+            ends(pair.engine, TransferRequest(WRITE, memoryview(source), pair.segment, 0))[0].state
+            == COMPLETED
+        )
     assert pair.memory.all()
 
 
@@ -133,7 +134,7 @@ def test_read_only_memory_serves_reads_only(make_engine, path):
     sink = bytearray(10)
     engine.transfer([TransferRequest(READ, memoryview(sink), segment, 0)])
     assert bytes(sink) == OLD
-    with pytest.raises(TransferError, match="1 of 1 requests did not complete.*'constant' is read-only"):
+    with pytest.raises(TransferError, match=r"1 of 1 requests did not complete.*'constant' is read-only"):
         engine.transfer([TransferRequest(WRITE, memoryview(bytes(10)), segment, 0)])
 
 
@@ -143,9 +144,21 @@ def test_malformed_requests_raise_and_start_nothing(make_pair):
     matrix = np.zeros((10, 10), np.uint8)
     batch = pair.engine.allocate_batch_id(2)
     for error, match, bad in [
-        (ValueError, "request 1: READ into a read-only buffer", TransferRequest(READ, memoryview(OLD), pair.segment, 0)),
-        (ValueError, "request 1: .*not C-contiguous", TransferRequest(WRITE, memoryview(matrix[:, 3]), pair.segment, 0)),
-        (ValueError, "request 1: .*not C-contiguous", TransferRequest(WRITE, memoryview(matrix.T), pair.segment, 0)),
+        (
+            ValueError,
+            "request 1: READ into a read-only buffer",
+            TransferRequest(READ, memoryview(OLD), pair.segment, 0),
+        ),
+        (
+            ValueError,
+            "request 1: .*not C-contiguous",
+            TransferRequest(WRITE, memoryview(matrix[:, 3]), pair.segment, 0),
+        ),
+        (
+            ValueError,
+            "request 1: .*not C-contiguous",
+            TransferRequest(WRITE, memoryview(matrix.T), pair.segment, 0),
+        ),
         (ValueError, "request 1: offset -1", TransferRequest(WRITE, memoryview(OLD), pair.segment, -1)),
         (ValueError, "request 1: offset", TransferRequest(WRITE, memoryview(OLD), pair.segment, 2**63)),
         (ValueError, "3 is not a valid Opcode", TransferRequest(3, memoryview(OLD), pair.segment, 0)),
@@ -194,7 +207,7 @@ def test_registration_checks(make_engine, make_shared):
     with pytest.raises(TypeError):
         engine.register_local_memory(7, name="number")
     shared = make_shared("part", 100)
-    with pytest.raises(ValueError, match="has 50 bytes, its file .* 100: register all of it"):
+    with pytest.raises(ValueError, match=r"has 50 bytes, its file .* 100: register all of it"):
         engine.register_local_memory(shared.array[:50], name="part", shm_path=shared.path)
     with pytest.raises(ValueError, match="'gone' is not registered"):
         engine.unregister("gone")
@@ -203,29 +216,14 @@ def test_registration_checks(make_engine, make_shared):
 
 
 def test_engine_arguments(make_engine):
-    for arguments in ({"host": "0.0.0.0"}, {"timeout_seconds": 0}, {"connections_per_peer": 0}, {"rate_limit_nbytes_per_second": 0}):
-        with pytest.raises(ValueError, match="dial|positive"):
+    for arguments in (
+        {"host": "0.0.0.0"},
+        {"timeout_seconds": 0},
+        {"connections_per_peer": 0},
+        {"rate_limit_nbytes_per_second": 0},
+    ):
+        with pytest.raises(ValueError, match=r"dial|positive"):
             make_engine(**arguments)
     taken = make_engine().peer.rails[0][1]
     with pytest.raises(OSError, match="in use"):
         make_engine(port=taken)
-
-
-def test_unregister_is_refused_or_waits_while_a_read_is_served(make_engine):
-    """The server sends 20 MB at 10 MB/s, so the read is in flight when unregister asks."""
-    owner = make_engine(rate_limit_nbytes_per_second=10e6)
-    engine = make_engine(timeout_seconds=60)
-    segment = owner.register_local_memory(bytearray(5 << 20), name="m")
-    sink = np.ones(5 << 20, np.uint8)
-    batch = engine.allocate_batch_id(1)
-    engine.submit_transfer(batch, [TransferRequest(READ, memoryview(sink), segment, 0)])
-    refused = threading.Event()
-    while not refused.is_set():
-        assert not engine.get_transfer_status(batch, 0).state.is_final
-        if owner._registry._entries["m"].num_users:
-            with pytest.raises(TransferError, match="in flight"):
-                owner.unregister("m")
-            refused.set()
-    owner.unregister("m", wait_seconds=60)
-    assert engine.wait(batch, 60)[0].state in (COMPLETED, FAILED)  # its later frames came after the withdrawal
-    assert ends(engine, TransferRequest(READ, memoryview(sink), segment, 0))[0].state == FAILED

@@ -26,7 +26,14 @@ def test_cut_puts_every_byte_in_exactly_one_frame_in_order(lengths, max_nbytes, 
 
 
 def test_cut_packs_small_requests_and_splits_large_ones():
-    assert cut(np.array([4, 4, 4, 25, 1]), 10) == [(0, 2, 0, 8), (2, 3, 0, 4), (3, 4, 0, 10), (3, 4, 10, 10), (3, 4, 20, 5), (4, 5, 0, 1)]
+    assert cut(np.array([4, 4, 4, 25, 1]), 10) == [
+        (0, 2, 0, 8),
+        (2, 3, 0, 4),
+        (3, 4, 0, 10),
+        (3, 4, 10, 10),
+        (3, 4, 20, 5),
+        (4, 5, 0, 1),
+    ]
 
 
 def test_frames_shrink_so_that_every_lane_has_one():
@@ -35,14 +42,20 @@ def test_frames_shrink_so_that_every_lane_has_one():
     assert frame_nbytes(0, lanes=4) == 1 << 20
 
 
-@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)), max_size=20), st.integers(0, 2**63 - 1))
+@given(
+    st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)), max_size=20),
+    st.integers(0, 2**63 - 1),
+)
 def test_out_of_bounds_agrees_with_unbounded_integers(table, nbytes):
     offsets, lengths = np.array([t[0] for t in table], np.int64), np.array([t[1] for t in table], np.int64)
     expected = [i for i, (o, n) in enumerate(table) if o < 0 or n < 0 or o + n > nbytes]
     assert out_of_bounds(offsets, lengths, nbytes).tolist() == expected
 
 
-@pytest.mark.parametrize(("offset", "length", "fits"), [(0, 10, True), (10, 0, True), (11, 0, False), (1, 10, False), (2**63 - 1, 1, False)])
+@pytest.mark.parametrize(
+    ("offset", "length", "fits"),
+    [(0, 10, True), (10, 0, True), (11, 0, False), (1, 10, False), (2**63 - 1, 1, False)],
+)
 def test_out_of_bounds_at_the_edges_of_ten_bytes(offset, length, fits):
     assert (out_of_bounds(np.array([offset]), np.array([length]), 10).size == 0) == fits
 
@@ -64,4 +77,7 @@ def test_merge_joins_a_run():
 
 
 def test_the_reason_names_range_and_segment():
-    assert bounds_reason(np.array([7]), np.array([9]), 0, "kv", 10) == "9 bytes at 7 are out of bounds of segment 'kv' of 10 bytes"
+    assert (
+        bounds_reason(np.array([7]), np.array([9]), 0, "kv", 10)
+        == "9 bytes at 7 are out of bounds of segment 'kv' of 10 bytes"
+    )

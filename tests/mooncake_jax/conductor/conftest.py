@@ -43,12 +43,12 @@ def make_info(name: str, role="prefill", epoch=1, **changes) -> InstanceInfo:
 
 
 def make_load(name: str, epoch=1, request_ids=(), **changes) -> InstanceLoad:
-    fields = {"queued_tokens": 0, "used_slots": 0, "kv_tokens": 0, "tokens_per_second": 0.0, "counters": {}}
-    return InstanceLoad(name, epoch, list(request_ids), **{**fields, **changes})
+    idle = {"queued_tokens": 0, "used_slots": 0, "kv_tokens": 0, "tokens_per_second": 0.0}
+    return InstanceLoad(name, epoch, list(request_ids), **{**idle, **changes}, counters={})
 
 
 class Cluster:
-    """`prefill` p0, p1, … and `decode` d0, d1, … instances of one pool, and an index of what their nodes hold."""
+    """Instances p0, p1, … and d0, d1, … of one pool, and an index of what their nodes hold."""
 
     def __init__(self, prefill=2, decode=2, schedule=None, **config):
         schedule = schedule or ScheduleConfig(cost=COST)

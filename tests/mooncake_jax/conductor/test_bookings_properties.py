@@ -154,4 +154,6 @@ class BookKeeping(RuleBasedStateMachine):
 
 def test_books_are_conserved(cluster_type):
     machine = type("Machine", (BookKeeping,), {"cluster_type": cluster_type})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+    )

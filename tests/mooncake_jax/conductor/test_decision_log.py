@@ -1,5 +1,6 @@
 """A log is enough to decide again: from the ring, from a file, after the file started afresh."""
 
+import contextlib
 import math
 import random
 
@@ -19,10 +20,8 @@ def busy_hour(cluster, num_requests=120, seed=5) -> list:
     for i in range(num_requests):
         cluster.now += rng.random() * 0.2
         tokens = [*range(rng.choice([64, 320, 640])), 9000 + i]
-        try:
+        with contextlib.suppress(RefusedError):
             placed.append(cluster.place(tokens))
-        except RefusedError:
-            pass
         decided.append(cluster.log.records()[-1].decision)
         if placed and rng.random() < 0.6:
             placement = placed.pop(0)

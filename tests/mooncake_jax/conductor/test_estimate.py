@@ -34,7 +34,9 @@ def test_the_papers_prefill_times_fit():
 
 
 def test_transfer_queue_and_interval():
-    cost = CostModel(transfer_base_seconds=0.5, transfer_nbytes_per_second=100.0, prefill_seconds_per_token=0.01)
+    cost = CostModel(
+        transfer_base_seconds=0.5, transfer_nbytes_per_second=100.0, prefill_seconds_per_token=0.01
+    )
     assert cost.transfer_seconds(50.0) == pytest.approx(1.0)
     assert cost.queue_seconds(100, 50.0, factor=9.0) == pytest.approx(2.0)
     assert cost.queue_seconds(100, 0.0, factor=2.0) == pytest.approx(2.0)

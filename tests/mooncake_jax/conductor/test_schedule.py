@@ -1,4 +1,4 @@
-"""Algorithm 1: the arrays against a literal transcription of the paper's lines, and every edge it leaves open."""
+"""Algorithm 1: arrays against a literal transcription of the paper's lines, and the edges it leaves open."""
 
 import math
 
@@ -298,7 +298,10 @@ def test_deciding_changes_nothing():
 
 def test_nobody_alive():
     dead_p, dead_d = prefill_row(alive=False), decode_row(alive=False)
-    assert decide(cluster([], []), request(), PrefixLengths(np.zeros(0, np.int64), 0, "")).outcome == "no_prefill"
+    assert (
+        decide(cluster([], []), request(), PrefixLengths(np.zeros(0, np.int64), 0, "")).outcome
+        == "no_prefill"
+    )
     assert decide(cluster([dead_p], [decode_row()]), request(), lengths(3)).outcome == "no_prefill"
     assert decide(cluster([prefill_row()], [dead_d]), request(), lengths(3)).outcome == "no_decode"
     assert decide(cluster([prefill_row()], []), request(), lengths(3)).outcome == "no_decode"
@@ -346,7 +349,9 @@ def test_beyond_the_batch_the_shorter_line_wins():
 
 
 def test_avoided_instances_are_taken_only_if_there_are_no_others():
-    view = cluster([prefill_row(), prefill_row(queue_seconds=9.0)], [decode_row(), decode_row(num_requests=3)])
+    view = cluster(
+        [prefill_row(), prefill_row(queue_seconds=9.0)], [decode_row(), decode_row(num_requests=3)]
+    )
     avoiding = request(avoid_prefill=(0,), avoid_decode=(0,))
     got = decide(view, avoiding, lengths(0, 0))
     assert (got.prefill, got.decode) == (1, 1)
@@ -358,9 +363,10 @@ def test_avoided_instances_are_taken_only_if_there_are_no_others():
 
 
 def test_ttft_slo_refuses_until_the_shortest_queue_has_drained():
-    view = cluster([prefill_row(queue_seconds=2.0), prefill_row(queue_seconds=3.0)], [decode_row()])
-    assert decide(view, request(), lengths(0, 0), ttft_slo_seconds=2.32).outcome == "placed"
-    got = decide(view, request(), lengths(0, 0), ttft_slo_seconds=1.0)
+    dead = prefill_row(queue_seconds=1.5, alive=False)
+    view = cluster([prefill_row(queue_seconds=2.0), prefill_row(queue_seconds=3.0), dead], [decode_row()])
+    assert decide(view, request(), lengths(0, 0, 0), ttft_slo_seconds=2.33).outcome == "placed"
+    got = decide(view, request(), lengths(0, 0, 0), ttft_slo_seconds=1.0)
     assert (got.outcome, got.prefill, got.decode) == ("ttft_slo", -1, -1)
     assert got.ttft_seconds == pytest.approx(2.32)
     assert got.retry_after_seconds == pytest.approx(1.32)
@@ -407,4 +413,6 @@ def test_policies_of_figure_5():
 @settings(max_examples=50, deadline=None)
 def test_reuse_never_costs_more_prefill_than_it_saves(num_prefix):
     cost = CostModel()
-    assert 0 < cost.prefill_seconds(1000, float(num_prefix + 1)) < cost.prefill_seconds(1000, float(num_prefix))
+    assert (
+        0 < cost.prefill_seconds(1000, float(num_prefix + 1)) < cost.prefill_seconds(1000, float(num_prefix))
+    )

@@ -33,9 +33,9 @@ def test_rows_become_columns_and_rows_again():
 
 
 def test_a_slot_beyond_the_next_is_invalid():
+    view = ClusterView()
+    view.put_prefill(0, P0)
     with pytest.raises(InvalidError, match="slot 2 after 1 slots"):
-        view = ClusterView()
-        view.put_prefill(0, P0)
         view.put_prefill(2, P1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from mooncake_jax.frontend.app import build_app
 from mooncake_jax.frontend.config import FrontendConfig
 from mooncake_jax.frontend.server import HttpServer
-from tests.fakes.answers import ByteTokenizer
+from fakes.answers import ByteTokenizer
 
 MODEL = "fake"
 

@@ -13,7 +13,7 @@ from kvstore.errors import (
     RefusedError,
     UnavailableError,
 )
-from tests.fakes.answers import EOS, ScriptedBackend
+from fakes.answers import EOS, ScriptedBackend
 
 TEXT = "Zwölf Boxkämpfer 🥊 jagen Viktor quer über den großen Sylter Deich"
 
@@ -120,9 +120,11 @@ def test_chat_whole_and_streamed(serve):
 
 def test_logprobs_offsets_and_token_ids_agree(serve):
     with serve(ScriptedBackend("aé🥊z", step=3)) as client:
-        whole = client.complete(logprobs=0, return_token_ids=True)["choices"][0]
+        body = client.complete([104, 105], logprobs=0, return_token_ids=True)
+        whole = body["choices"][0]
         chunks = [e["choices"][0] for e in client.stream(logprobs=0, return_token_ids=True)]
     logprobs = whole["logprobs"]
+    assert body["prompt_token_ids"] == [104, 105]
     assert whole["token_ids"] == [*"aé🥊z".encode(), EOS]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 9
     for piece, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.fakes.answers import ScriptedBackend
+from fakes.answers import ScriptedBackend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMIT = 200

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.fakes.answers import ScriptedBackend
+from fakes.answers import ScriptedBackend
 
 
 def wait_for(condition, what):

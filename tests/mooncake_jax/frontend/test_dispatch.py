@@ -18,7 +18,7 @@ from mooncake_jax.frontend.backend import Started
 from mooncake_jax.frontend.dispatch import Dispatcher
 from mooncake_jax.frontend.metrics import Metrics
 from mooncake_jax.request import PrefillDone, Request, TokenEvent
-from tests.fakes.roles import FakeRoles, full
+from fakes.roles import FakeRoles, full
 
 CLEAN = {"bookings": 0, "staged": 0, "streams": 0}
 

@@ -60,13 +60,13 @@ def gguf_file(
     writer.add_value_length(cfg.head_dim)
     writer.add_layer_norm_rms_eps(cfg.norm_eps)
     writer.add_rope_freq_base(cfg.rope_theta)
-    tokens = ["<s>", "</s>", *(f"t{i}" for i in range(cfg.vocab_size - 2))]
+    tokens = ["<s>", "</s>", "t", "0", *(f"t{i}" for i in range(cfg.vocab_size - 4))]
     plain = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3, 3, *[1] * (cfg.vocab_size - 2)],
-        "tokenizer.ggml.merges": ["t 1"],
+        "tokenizer.ggml.merges": ["t 0"],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
     }

@@ -1,0 +1,40 @@
+"""A decode instance, with the store node in its process.
+
+    python -m launch.decode --name=decode-0 --model=preset:tiny --directory=127.0.0.1:9000 \\
+        --conductor=127.0.0.1:9001
+
+It compiles, then registers at the Conductor. Ask it for its books:
+
+    python -c "from mooncake_jax.messages import DECODE; from kvstore.rpc import Empty, Stub; \\
+               print(Stub('ADDRESS', DECODE).status(Empty()))"
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from absl import flags
+
+from launch.flags import define, keep_compiled_programs, pin_to_cores
+from launch.instance import ENGINE_FLAGS, engine_arguments, instance_config
+from launch.process import run_role
+from mooncake_jax.decode.config import DecodeConfig
+from mooncake_jax.engine.jax_decode import JaxDecodeEngine
+from mooncake_jax.instance import start_decode
+
+define(*ENGINE_FLAGS)
+SLOTS = flags.DEFINE_integer("slots", 8, "Requests in a batch.", 1)
+STAGING_BYTES = flags.DEFINE_integer("staging_bytes", 512 << 20, "Memory for arriving KV, in bytes.", 1)
+
+
+def build(stack: ExitStack) -> tuple[str, str]:
+    pin_to_cores()
+    keep_compiled_programs()
+    engine = JaxDecodeEngine(**engine_arguments(SLOTS.value))
+    instance = start_decode(instance_config(), engine, DecodeConfig(staging_nbytes=STAGING_BYTES.value))
+    stack.callback(instance.close)
+    return flags.FLAGS.name, instance.address
+
+
+if __name__ == "__main__":
+    run_role(build)

@@ -1,0 +1,61 @@
+"""Flags that several launchers share, each defined once; a launcher asks for those it needs by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from launch.process import UsageError, set_cores
+
+MODEL_HELP = "Checkpoint folder of ours, Hugging Face folder, GGUF file, or preset:tiny for random weights."
+_SHARED: dict[str, Callable[[], Any]] = {
+    "name": lambda: flags.DEFINE_string("name", None, "Unique name in the cluster.", required=True),
+    "host": lambda: flags.DEFINE_string("host", "127.0.0.1", "Address to bind; there is no access control."),
+    "port": lambda: flags.DEFINE_integer("port", 0, "Port to bind; 0: a free one.", 0, 65535),
+    "host_id": lambda: flags.DEFINE_string(
+        "host_id", "localhost", "Processes with equal ids share memory; others exchange KV over TCP."
+    ),
+    "directory": lambda: flags.DEFINE_string("directory", None, "host:port of the directory.", required=True),
+    "conductor": lambda: flags.DEFINE_string("conductor", None, "host:port of the Conductor.", required=True),
+    "model": lambda: flags.DEFINE_string("model", None, MODEL_HELP, required=True),
+    "dtype": lambda: flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of weights and KV."),
+    "max_tokens": lambda: flags.DEFINE_integer(
+        "max_tokens", 0, "Longest prompt + answer, in tokens; 0: as long as the model allows.", 0
+    ),
+    "dram_bytes": lambda: flags.DEFINE_integer(
+        "dram_bytes", 512 << 20, "DRAM for KV blocks of the store node, in bytes.", 1
+    ),
+    "cores": lambda: flags.DEFINE_list("cores", [], "CPU cores to run on, such as 0,1; all if empty."),
+    "compile_cache": lambda: flags.DEFINE_string(
+        "compile_cache", "", "Folder to keep compiled programs in, shared by processes; none if empty."
+    ),
+}
+flags.disclaim_key_flags()  # they are the launchers', so that their --help shows them
+
+
+def define(*names: str) -> None:
+    """Define these shared flags for the calling launcher."""
+    for name in names:
+        _SHARED[name]()
+
+
+def pin_to_cores() -> None:
+    """Do what --cores says. Raises UsageError."""
+    try:
+        set_cores([int(core) for core in flags.FLAGS.cores])
+    except ValueError:
+        raise UsageError(f"--cores={','.join(flags.FLAGS.cores)}: expected numbers, such as 0,1") from None
+
+
+def keep_compiled_programs() -> None:
+    """Do what --compile_cache says, before anything is compiled."""
+    if not flags.FLAGS.compile_cache:
+        return
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path(flags.FLAGS.compile_cache).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

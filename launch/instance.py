@@ -1,0 +1,59 @@
+"""What the prefill and decode launchers have in common: flags to config and engine arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from kvstore.block import pool_fingerprint
+from launch.model_source import load, served_name
+from launch.process import UsageError
+from mooncake_jax.engine.jax_prefill import block_format
+from mooncake_jax.instance import InstanceConfig
+
+ENGINE_FLAGS = (
+    "name",
+    "host",
+    "port",
+    "host_id",
+    "directory",
+    "conductor",
+    "model",
+    "dtype",
+    "max_tokens",
+    "dram_bytes",
+    "cores",
+    "compile_cache",
+)
+FLAGS = flags.FLAGS
+
+
+def engine_arguments(num_slots: int) -> dict[str, Any]:
+    """Loads the model; keyword arguments of a JAX engine. Raises UsageError."""
+    model = load(FLAGS.model, FLAGS.dtype)
+    longest = model.cfg.max_position
+    if FLAGS.max_tokens > longest:
+        raise UsageError(f"--max_tokens={FLAGS.max_tokens}: the model has positions for {longest}")
+    return {
+        "cfg": model.cfg,
+        "params": model.params,
+        "dtype": FLAGS.dtype,
+        "num_slots": num_slots,
+        "max_tokens": FLAGS.max_tokens or longest,
+        "fingerprint": pool_fingerprint(model.fingerprint, block_format(model.cfg, FLAGS.dtype)),
+    }
+
+
+def instance_config() -> InstanceConfig:
+    """From the shared flags."""
+    return InstanceConfig(
+        name=FLAGS.name,
+        model=served_name(FLAGS.model),
+        directory_address=FLAGS.directory,
+        conductor_address=FLAGS.conductor,
+        host_id=FLAGS.host_id,
+        host=FLAGS.host,
+        port=FLAGS.port,
+        dram_nbytes=FLAGS.dram_bytes,
+    )

@@ -1,0 +1,53 @@
+"""A stand-alone store node: DRAM for KV blocks, without an engine.
+
+    python -m launch.kvstore --name=store-0 --directory=127.0.0.1:9000 --model=preset:tiny
+
+Slots have the size of one KV block of the model, or --slot_bytes. Ask it for its books:
+
+    python -c "from kvstore.messages import NODE; from kvstore.rpc import Empty, Stub; \\
+               print(Stub('ADDRESS', NODE).stats(Empty()))"
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from absl import flags
+
+from kvstore.node import Node, NodeConfig
+from kvstore.rpc import Server
+from kvstore.transfer import TransferEngine
+from launch.flags import MODEL_HELP, define, pin_to_cores
+from launch.process import UsageError, run_role
+
+define("name", "host", "port", "host_id", "directory", "dtype", "dram_bytes", "cores")
+MODEL = flags.DEFINE_string("model", "", f"Whose KV blocks fit a slot: {MODEL_HELP}")
+SLOT_BYTES = flags.DEFINE_integer("slot_bytes", 0, "Size of a slot, in bytes, instead of --model.", 0)
+FLAGS = flags.FLAGS
+
+
+def build(stack: ExitStack) -> tuple[str, str]:
+    pin_to_cores()
+    transfer = TransferEngine(host_id=FLAGS.host_id, host=FLAGS.host)
+    stack.callback(transfer.close)
+    node = Node(NodeConfig(FLAGS.name, FLAGS.host_id, FLAGS.dram_bytes, _slot_nbytes()), transfer)
+    stack.callback(node.close)
+    server = Server(node.handlers(), host=FLAGS.host, port=FLAGS.port)
+    stack.callback(server.close)
+    node.join(FLAGS.directory, server.address)
+    return FLAGS.name, server.address
+
+
+def _slot_nbytes() -> int:
+    if SLOT_BYTES.value:
+        return SLOT_BYTES.value
+    if not MODEL.value:
+        raise UsageError("the size of a slot is not known: give --model or --slot_bytes")
+    from launch.model_source import load_without_weights
+    from mooncake_jax.engine.jax_prefill import block_format
+
+    return block_format(load_without_weights(MODEL.value).cfg, FLAGS.dtype).nbytes
+
+
+if __name__ == "__main__":
+    run_role(build)

@@ -1,0 +1,40 @@
+"""A prefill instance, with the store node in its process.
+
+    python -m launch.prefill --name=prefill-0 --model=preset:tiny --directory=127.0.0.1:9000 \\
+        --conductor=127.0.0.1:9001
+
+It compiles, then registers at the Conductor. Ask it for its books:
+
+    python -c "from mooncake_jax.messages import PREFILL; from kvstore.rpc import Empty, Stub; \\
+               print(Stub('ADDRESS', PREFILL).status(Empty()))"
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from absl import flags
+
+from launch.flags import define, keep_compiled_programs, pin_to_cores
+from launch.instance import ENGINE_FLAGS, engine_arguments, instance_config
+from launch.process import run_role
+from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
+from mooncake_jax.instance import start_prefill
+from mooncake_jax.prefill.config import PrefillConfig
+
+define(*ENGINE_FLAGS)
+SLOTS = flags.DEFINE_integer("slots", 2, "Prompts in the device cache at a time.", 1)
+MAX_QUEUE = flags.DEFINE_integer("max_queue", 64, "Requests queued or running; more are refused.", 1)
+
+
+def build(stack: ExitStack) -> tuple[str, str]:
+    pin_to_cores()
+    keep_compiled_programs()
+    engine = JaxPrefillEngine(**engine_arguments(SLOTS.value))
+    instance = start_prefill(instance_config(), engine, PrefillConfig(max_queue=MAX_QUEUE.value))
+    stack.callback(instance.close)
+    return flags.FLAGS.name, instance.address
+
+
+if __name__ == "__main__":
+    run_role(build)
