@@ -21,7 +21,8 @@ class Announcer:
     """Registers `info`, then announces what `store` gains and loses until closed.
 
     A directory that does not know the node (it restarted, or thought it dead), or refuses what it says, makes
-    it register again and announce everything. A directory that has replaced this node by another of its name ends the announcing.
+    it register again and announce everything. A directory that has replaced this node by another of its name
+    ends the announcing.
     """
 
     def __init__(self, directory_address: str, info: NodeInfo, store: SlotStore):

@@ -239,10 +239,13 @@ class Client:
         holds them.
         """
         self._count(corrupt=len(keys))
+        intact: list[bool] = []
         try:
-            intact = self._peers.stub(info).check(NodeKeys(info.epoch, keys)).flags
+            for start in range(0, len(keys), MAX_BATCH_KEYS):
+                some = keys[start : start + MAX_BATCH_KEYS]
+                intact += self._peers.stub(info).check(NodeKeys(info.epoch, some)).flags
         except StoreError:
-            intact = [False] * len(keys)
+            intact += [False] * (len(keys) - len(intact))
         for key, ok in zip(keys, intact, strict=True):
             if not ok:
                 self._locator.note(key, info.name, present=False, firm=False)

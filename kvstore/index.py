@@ -115,7 +115,9 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
         """For every node that holds `keys[0]`, the length of its leading run; shortest first."""
-        return [PrefixMatch(node, length) for length, mask in self.runs(keys) for node in self._nodes_of(mask)]
+        return [
+            PrefixMatch(node, length) for length, mask in self.runs(keys) for node in self._nodes_of(mask)
+        ]
 
     def _nodes_of(self, mask: int) -> list[str]:
         nodes = []

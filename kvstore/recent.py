@@ -18,7 +18,7 @@ class _Belief(NamedTuple):
 class RecentKeys:
     """What this client knows of (key, node) pairs, believed for `seconds`.
 
-    That is long enough for the stream to catch up, and short enough that a wrong belief does not last. Its own
+    That is long enough for the stream to catch up, and short enough that a wrong belief does not last. Own
     puts and removes are `firm`; that a holder was found stale counts only until the stream names it again.
     """
 

@@ -103,9 +103,8 @@ class RemoteLease:
         views = [as_bytes(buffer, f"buffer {i}", writable=True) for i, buffer in enumerate(buffers)]
         for index, block, view in zip(indices, blocks, views, strict=True):
             if offset < 0 or nbytes < 1 or offset + nbytes > block.nbytes or len(view) != nbytes:
-                raise InvalidError(
-                    f"object {index} of {block.nbytes} bytes: no {nbytes} bytes at {offset} for a buffer of {len(view)}"
-                )
+                size = f"object {index} has {block.nbytes} bytes"
+                raise InvalidError(f"{size}: cannot read {nbytes} at {offset} into {len(view)}")
         left = self._expires - time.monotonic()
         if left <= 0:
             raise StaleError(f"the lease on node {self.info.name!r} is over: lease again")

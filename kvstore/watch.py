@@ -134,12 +134,19 @@ class DirectoryReplica:
 def _tell(listeners: list[ReplicaListener], events: list[WatchEvent]) -> None:
     for event in events:
         for listener in listeners:
-            if isinstance(event, Joined):
-                listener.on_joined(event.info)
-            elif isinstance(event, Forgotten):
-                listener.on_forgotten(event.name)
-            else:
-                if event.removed:
-                    listener.on_removed(event.name, event.removed)
-                if event.added:
-                    listener.on_added(event.name, event.added)
+            try:
+                _tell_one(listener, event)
+            except Exception:  # its bug must not end everyone's stream
+                log.exception("%r failed to hear of %s", listener, type(event).__name__)
+
+
+def _tell_one(listener: ReplicaListener, event: WatchEvent) -> None:
+    if isinstance(event, Joined):
+        listener.on_joined(event.info)
+    elif isinstance(event, Forgotten):
+        listener.on_forgotten(event.name)
+    else:
+        if event.removed:
+            listener.on_removed(event.name, event.removed)
+        if event.added:
+            listener.on_added(event.name, event.added)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from absl import app, flags
+from absl import logging as absl_logging
 
 from kvstore.errors import StoreError
 
@@ -57,6 +58,7 @@ def run_main(main: Callable[[Sequence[str]], object]) -> NoReturn:
             print(f"{_program()}: {error}", file=sys.stderr)
             return EXIT_USAGE
 
+    absl_logging.set_verbosity(absl_logging.WARNING)
     app.run(guarded, flags_parser=_parse)
     sys.exit(0)
 

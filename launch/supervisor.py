@@ -99,7 +99,9 @@ class Supervisor:
                 raise ValueError(
                     f"{command.name} cannot be started: the name is taken or the supervisor closed"
                 )
-            self._children[command.name] = _Child(command, self.run_dir / f"{command.name}.log")
+            log_path = self.run_dir / f"{command.name}.log"
+            log_path.unlink(missing_ok=True)  # of an earlier run
+            self._children[command.name] = _Child(command, log_path)
         os.write(self._wake_send, b"x")
 
     def wait_ready(

@@ -1,8 +1,9 @@
-"""Attention of a prefill tile over its cached prefix, of one decode step over a batch of slots, and a dense reference.
+"""Attention of a prefill tile over its cached prefix, of one decode step over a batch of slots, and a dense
+reference.
 
-Both fast forms run online softmax over runs of keys, with a trip count that is known only at run time: one program
-serves every prefix length and reads no page it does not need. The G query heads of a KV head are folded into rows,
-so grouped-query attention needs no repeated keys.
+Both fast forms run online softmax over runs of keys, with a trip count that is known only at run time: one
+program serves every prefix length and reads no page it does not need. The G query heads of a KV head are
+folded into rows, so grouped-query attention needs no repeated keys.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ from jax import lax
 
 from models import cache
 from models.cache import Pages
+from models.platform import Platform
 
 _MASKED = -1e30  # a finite -inf: exp of it is 0, and a difference of two is no NaN
 _LOG2_E = 1.4426950408889634
+_CUBIC = (
+    0.077907164,
+    0.226233194,
+    0.695777096,
+    0.999927827,
+)  # 2**f for 0 ≤ f < 1, least squares of the relative error
 
 
 class _Softmax(NamedTuple):
@@ -45,29 +53,42 @@ def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
     )
 
 
-def _scores(queries: jax.Array, keys: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.where(mask, _dot(queries, keys, keys.ndim - 1), _MASKED)
+def exp2_weights(x: jax.Array, dtype: jnp.dtype, platform: Platform) -> jax.Array:
+    """2**x for x ≤ 0, in `dtype`. The short form splits x into n + f, 0 ≤ f < 1, and takes a cubic for 2**f
+    (within 2e-4).
+    """
+    if dtype != jnp.bfloat16 or not platform.short_exp2:
+        return jnp.exp2(x).astype(dtype)
+    x = jnp.maximum(x, -126.0)
+    n = jnp.floor(x)
+    f = x - n
+    power = ((_CUBIC[0] * f + _CUBIC[1]) * f + _CUBIC[2]) * f + _CUBIC[3]
+    bits = lax.bitcast_convert_type(power, jnp.int32) + (n.astype(jnp.int32) << 23)
+    return lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def _begin(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> _Softmax:
-    """Softmax state after the first keys; `mask` leaves every row that matters at least one of them."""
-    scores = _scores(queries, keys, mask)
+def _extend(
+    state: _Softmax | None,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    platform: Platform,
+) -> _Softmax:
+    """Softmax state after some more keys; the first keys (state None) must leave every row that matters at
+    least one.
+    """
+    scores = jnp.where(mask, _dot(queries, keys, keys.ndim - 1), _MASKED)
     maximum = scores.max(-1, keepdims=True)
-    weights = jnp.exp2(scores - maximum)
-    return _Softmax(maximum, weights.sum(-1, keepdims=True), _dot(weights.astype(values.dtype), values, values.ndim - 2))
-
-
-def _extend(state: _Softmax, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> _Softmax:
-    """Softmax state after some more keys."""
-    scores = _scores(queries, keys, mask)
-    maximum = jnp.maximum(state.maximum, scores.max(-1, keepdims=True))
-    weights = jnp.exp2(scores - maximum)
+    if state is not None:
+        maximum = jnp.maximum(state.maximum, maximum)
+    weights = exp2_weights(scores - maximum, values.dtype, platform)
+    total = weights.astype(jnp.float32).sum(-1, keepdims=True)
+    mixed = _dot(weights, values, values.ndim - 2)
+    if state is None:
+        return _Softmax(maximum, total, mixed)
     fade = jnp.exp2(state.maximum - maximum)
-    return _Softmax(
-        maximum,
-        state.total * fade + weights.sum(-1, keepdims=True),
-        state.values * fade + _dot(weights.astype(values.dtype), values, values.ndim - 2),
-    )
+    return _Softmax(maximum, state.total * fade + total, state.values * fade + mixed)
 
 
 def tile_attention(
@@ -77,6 +98,7 @@ def tile_attention(
     pages: Pages,
     slot: jax.Array,
     start: jax.Array,
+    platform: Platform,
     run_pages: int,
 ) -> jax.Array:
     """Attention of a tile at positions start … over itself (causal) and the `start` cached tokens of `slot`.
@@ -90,7 +112,7 @@ def tile_attention(
         q = _scaled(queries).astype(keys.dtype).reshape(T, K, G, H).transpose(1, 2, 0, 3).reshape(K, G * T, H)
         row = jnp.tile(jnp.arange(T), G)
         causal = row[:, None] >= jnp.arange(T)[None, :]
-        state = _begin(q, keys.transpose(1, 0, 2), values.transpose(1, 0, 2), causal[None])
+        state = _extend(None, q, keys.transpose(1, 0, 2), values.transpose(1, 0, 2), causal[None], platform)
         run_tokens = run_pages * pages.shape[4]
 
         def step(j: jax.Array, state: _Softmax) -> _Softmax:
@@ -98,18 +120,25 @@ def tile_attention(
             run = cache.read_pages(pages, None, slot, j * run_pages, run_pages)  # [K, 2, S, H]
             run = jnp.where(cached[None, None, :, None], run, jnp.zeros((), run.dtype))
             k, v = cache.from_storage(run[:, 0]), cache.from_storage(run[:, 1])
-            return _extend(state, q, k, v, cached[None, None, :])
+            return _extend(state, q, k, v, cached[None, None, :], platform)
 
         state = lax.fori_loop(jnp.int32(0), (start + run_tokens - 1) // run_tokens, step, state)
         return state.finish().reshape(K, G, T, H).transpose(2, 0, 1, 3).reshape(T, N, H)
 
 
 def decode_attention(
-    queries: jax.Array, pages: Pages, positions: jax.Array, longest: jax.Array, run_pages: int
+    queries: jax.Array,
+    pages: Pages,
+    positions: jax.Array,
+    longest: jax.Array,
+    platform: Platform,
+    run_pages: int,
 ) -> jax.Array:
-    """Attention of one token per slot 0 … b-1 over positions 0 … `positions[i]` of the slot, its own included.
+    """Attention of one token per slot 0 … b-1 over positions 0 … `positions[i]` of the slot, its own
+    included.
 
-    queries `[b, N, H]` float32; `longest` is the largest position that matters, plus one; result `[b, N, H]` float32.
+    queries `[b, N, H]` float32; `longest` is the largest position that matters, plus one; result `[b, N,
+    H]` float32.
     """
     b, N, H = queries.shape
     K = pages.shape[2]
@@ -123,11 +152,17 @@ def decode_attention(
             here = (j * run_tokens + jnp.arange(run_tokens, dtype=jnp.int32))[None, :] <= positions[:, None]
             both = cache.read_pages(pages, b, zero, j * run_pages, run_pages)  # [b, K, 2, S, H]
             both = jnp.where(here[:, None, None, :, None], both, jnp.zeros((), both.dtype))
-            return cache.from_storage(both[:, :, 0]), cache.from_storage(both[:, :, 1]), here[:, None, None, :]
+            return (
+                cache.from_storage(both[:, :, 0]),
+                cache.from_storage(both[:, :, 1]),
+                here[:, None, None, :],
+            )
 
-        state = _begin(q, *run(zero))
+        state = _extend(None, q, *run(zero), platform)
         last = (longest + run_tokens - 1) // run_tokens
-        state = lax.fori_loop(jnp.int32(1), last, lambda j, state: _extend(state, q, *run(j)), state)
+        state = lax.fori_loop(
+            jnp.int32(1), last, lambda j, state: _extend(state, q, *run(j), platform), state
+        )
         return state.finish().reshape(b, N, H)
 
 

@@ -1,8 +1,9 @@
 """The device KV cache: per layer one array of pages `[B, P, K, 2, Z, H]`, in the byte layout of KV blocks.
 
-B is slots here, P pages of a slot; page i of a slot holds positions i·Z … i·Z+Z-1. Because a page is laid out as a
-block's layer, inserting and extracting blocks are plain copies. Every function returns the new array and is meant to
-run with the old one donated. Writes never clamp: callers leave room for padding and check positions.
+B is slots here, P pages of a slot; page i of a slot holds positions i·Z … i·Z+Z-1. Because a page is laid
+out as a block's layer, inserting and extracting blocks are plain copies. Every function returns the new
+array and is meant to run with the old one donated. Writes never clamp: callers leave room for padding and
+check positions.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def from_storage(x: jax.Array) -> jax.Array:
 
 
 def to_pages(cfg: LlamaConfig, keys: jax.Array, values: jax.Array, num_valid: jax.Array) -> jax.Array:
-    """Keys and values `[T, K, H]` of a tile that starts a page → pages `[M, K, 2, Z, H]`; rows from `num_valid` are 0."""
+    """Keys and values `[T, K, H]` of a tile that starts a page → pages `[M, K, 2, Z, H]`; rows from
+    `num_valid` are 0.
+    """
     T = keys.shape[0]
     Z = cfg.block_tokens
     both = jnp.stack([keys, values], axis=2)  # [T, K, 2, H]
@@ -50,16 +53,23 @@ def write_pages(pages: Pages, new: jax.Array, slot: jax.Array, first_page: jax.A
     return lax.dynamic_update_slice(pages, new[None], (slot, first_page, zero, zero, zero, zero))
 
 
-def write_rows(pages: Pages, keys: jax.Array, values: jax.Array, positions: jax.Array, active: jax.Array) -> Pages:
-    """Put one token's keys and values `[b, K, H]` per slot at `positions` `[b]`; inactive slots stay untouched."""
+def write_rows(
+    pages: Pages, keys: jax.Array, values: jax.Array, positions: jax.Array, active: jax.Array
+) -> Pages:
+    """Put one token's keys and values `[b, K, H]` per slot at `positions` `[b]`; inactive slots stay
+    untouched.
+    """
     Z, b = pages.shape[4], positions.shape[0]
     rows = jnp.stack([keys, values], axis=2)  # [b, K, 2, H]
     page = jnp.where(active, positions // Z, pages.shape[1])  # past the end: dropped
     return pages.at[jnp.arange(b), page, :, :, positions % Z].set(rows, mode="drop", unique_indices=True)
 
 
-def read_pages(pages: Pages, slots: int | None, slot: jax.Array, first_page: jax.Array, count: int) -> jax.Array:
-    """Pages `first_page` … of one slot (`slots` None: `[K, 2, S, H]`) or of slots 0 … `slots`-1 (`[slots, K, 2, S, H]`).
+def read_pages(
+    pages: Pages, slots: int | None, slot: jax.Array, first_page: jax.Array, count: int
+) -> jax.Array:
+    """Pages `first_page` … of one slot (`slots` None: `[K, 2, S, H]`) or of slots 0 … `slots`-1 (`[slots,
+    K, 2, S, H]`).
 
     S is `count`·Z tokens. The caller ensures first_page + count ≤ P.
     """
@@ -74,11 +84,15 @@ def read_pages(pages: Pages, slots: int | None, slot: jax.Array, first_page: jax
 def insert_blocks(groups: Any, blocks: jax.Array, slot: jax.Array, first_page: jax.Array) -> Any:
     """Put blocks `[M, layers, K, 2, Z, H]` into the layers of one group, or of a list of groups, in order."""
     layers, tree = jax.tree.flatten(groups)
-    return tree.unflatten([write_pages(pages, blocks[:, i], slot, first_page) for i, pages in enumerate(layers)])
+    return tree.unflatten(
+        [write_pages(pages, blocks[:, i], slot, first_page) for i, pages in enumerate(layers)]
+    )
 
 
 def extract_block(groups: Any, slot: jax.Array, page: jax.Array) -> jax.Array:
     """One block of a slot over the layers of one group, or of a list of groups, `[layers, K, 2, Z, H]`."""
     zero = jnp.zeros((), jnp.int32)
     start = (slot, page, zero, zero, zero, zero)
-    return jnp.stack([lax.dynamic_slice(p, start, (1, 1, *p.shape[2:]))[0, 0] for p in jax.tree.leaves(groups)])
+    return jnp.stack(
+        [lax.dynamic_slice(p, start, (1, 1, *p.shape[2:]))[0, 0] for p in jax.tree.leaves(groups)]
+    )

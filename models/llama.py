@@ -1,12 +1,14 @@
 """A Llama-family decoder: the parameter table, and the steps that prefill and decode are made of.
 
-A step computes one layer group, so that its KV can leave while the next group computes; groups are equal, and one
-executable per shape serves them all. `embed` comes before the groups and `head` after them. Activations, norms and
-softmax are float32; matrix products take the model's dtype and accumulate in float32.
+A step computes one layer group, so that its KV can leave while the next group computes; groups are equal,
+and one executable per shape serves them all. `embed` comes before the groups and `head` after them.
+Activations, norms and softmax are float32; matrix products take the model's dtype and accumulate in
+float32.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,9 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter, declared once: its shape, the logical axis of each dimension, and its random initialisation."""
+    """One parameter, declared once: its shape, the logical axis of each dimension, and its random
+    initialisation.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -37,8 +41,8 @@ class Param:
 def param_table(cfg: LlamaConfig) -> Params:
     """The pytree of `Param`s that defines what `params` is, in every checkpoint format and on every device.
 
-    Matrices are (out, in), as Hugging Face stores them; q, k, v rows are fused in `qkv` (N·H, K·H, K·H rows) and
-    gate, up in `gate_up`. `lm_head` is present only where embeddings are not tied.
+    Matrices are (out, in), as Hugging Face stores them; q, k, v rows are fused in `qkv` (N·H, K·H, K·H
+    rows) and gate, up in `gate_up`. `lm_head` is present only where embeddings are not tied.
     """
     heads, kv_heads = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     layer = {
@@ -65,7 +69,9 @@ def abstract_params(cfg: LlamaConfig, dtype: str) -> Params:
 
 
 def init_params(cfg: LlamaConfig, seed: int, dtype: str) -> Params:
-    """Random NumPy parameters, the same on every machine; scaled so that one early prompt token moves the logits."""
+    """Random NumPy parameters, the same on every machine; scaled so that one early prompt token moves the
+    logits.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(param: Param) -> np.ndarray:
@@ -88,7 +94,9 @@ def check_params(cfg: LlamaConfig, params: Params, dtype: str) -> None:
     for name, want in expected.items():
         have = actual[name]
         if tuple(have.shape) != want.shape or have.dtype != want.dtype:
-            raise ValueError(f"{name}: expected {want.shape} {want.dtype}, got {tuple(have.shape)} {have.dtype}")
+            raise ValueError(
+                f"{name}: expected {want.shape} {want.dtype}, got {tuple(have.shape)} {have.dtype}"
+            )
 
 
 def _named_leaves(tree: Params) -> list[tuple[str, Any]]:
@@ -105,7 +113,9 @@ def prepare(cfg: LlamaConfig, params: Params, dtype: str, platform: Platform) ->
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of the embedding `[V, D]` for `tokens` `[T]` → `[T, D]` float32. Ids must be in range (checked by callers)."""
+    """Rows of the embedding `[V, D]` for `tokens` `[T]` → `[T, D]` float32. Ids must be in range (checked
+    by callers).
+    """
     with jax.named_scope("embed"):
         return cache.from_storage(table.at[tokens].get(mode="clip")).astype(jnp.float32)
 
@@ -120,10 +130,12 @@ def prefill_group(
     start: jax.Array,
     num_valid: jax.Array,
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
-    """One layer group over a tile of one slot: `x` `[T, D]` at positions start …, of which `num_valid` rows count.
+    """One layer group over a tile of one slot: `x` `[T, D]` at positions start …, of which `num_valid` rows
+    count.
 
-    Returns the new `x`, the group's cache (pass the old one donated) and the tile's KV as blocks `[M, l, K, 2, Z, H]`
-    in storage dtype, zero from `num_valid` on. `start` is a multiple of Z, and the cache has room for M pages there.
+    Returns the new `x`, the group's cache (pass the old one donated) and the tile's KV as blocks `[M, l, K,
+    2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a multiple of Z, and the cache has room
+    for M pages there.
     """
     Z = cfg.block_tokens
     cos, sin = rope.rotation(cfg, start + jnp.arange(x.shape[0], dtype=jnp.int32))
@@ -135,7 +147,9 @@ def prefill_group(
                 cfg, cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype), num_valid
             )
             group[i] = cache.write_pages(group[i], new, slot, start // Z)
-            mixed = attention.tile_attention(q, k, v, group[i], slot, start, platform.prefill_pages(cfg))
+            mixed = attention.tile_attention(
+                q, k, v, group[i], slot, start, platform, platform.prefill_pages(cfg)
+            )
             x = _finish_layer(cfg, platform, layer, x, mixed)
             blocks.append(new)
     return x, group, jnp.stack(blocks, axis=1)
@@ -152,8 +166,8 @@ def decode_group(
 ) -> tuple[jax.Array, list[Pages]]:
     """One layer group for one token of each of the slots 0 … b-1: `x` `[b, D]` at `positions` `[b]`.
 
-    Inactive rows compute something that nobody may read, and write nothing. Returns the new `x` and cache (pass the
-    old one donated).
+    Inactive rows compute something that nobody may read, and write nothing. Returns the new `x` and cache
+    (pass the old one donated).
     """
     cos, sin = rope.rotation(cfg, positions)
     longest = jnp.where(active, positions + 1, 0).max()
@@ -164,13 +178,15 @@ def decode_group(
             k, v = cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype)
             group[i] = cache.write_rows(group[i], k, v, positions, active)
             run_pages = platform.decode_pages(cfg, x.shape[0])
-            mixed = attention.decode_attention(q, group[i], positions, longest, run_pages)
+            mixed = attention.decode_attention(q, group[i], positions, longest, platform, run_pages)
             x = _finish_layer(cfg, platform, layer, x, mixed)
     return x, group
 
 
 def head(cfg: LlamaConfig, platform: Platform, params: Params, x: jax.Array) -> jax.Array:
-    """Final norm and output projection: `[T, D]` → logits `[T, V]` float32. `params` has `final_norm` and `lm_head`."""
+    """Final norm and output projection: `[T, D]` → logits `[T, V]` float32. `params` has `final_norm` and
+    `lm_head`.
+    """
     with jax.named_scope("head"):
         return linear(platform, norm(x, params["final_norm"], cfg.norm_eps), params["lm_head"])
 
@@ -182,8 +198,14 @@ def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
     if rows < platform.min_dot_rows:
         x = jnp.pad(x, ((0, platform.min_dot_rows - rows), (0, 0)))
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    dimensions = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, dimensions, precision, preferred_element_type=jnp.float32)[:rows]
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    y = product(weight, x).T if rows <= platform.weights_first_rows else product(x, weight)
+    return y[:rows]
 
 
 def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -194,18 +216,28 @@ def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def _project(
     cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
+    """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE
+    applied.
+    """
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    heads = linear(platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"]).reshape(-1, N + 2 * K, H)
+    heads = linear(platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"]).reshape(
+        -1, N + 2 * K, H
+    )
     turned = rope.rotate(heads[:, : N + K], cos, sin)
     dtype = layer["qkv"].dtype
     return turned[:, :N], turned[:, N:].astype(dtype), heads[:, N + K :].astype(dtype)
 
 
-def _finish_layer(cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
-    """Output projection of attention `mixed` `[T, N, H]`, and the gated MLP, each added to the residual `x`."""
+def _finish_layer(
+    cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, mixed: jax.Array
+) -> jax.Array:
+    """Output projection of attention `mixed` `[T, N, H]`, and the gated MLP, each added to the residual
+    `x`.
+    """
     x = x + linear(platform, mixed.reshape(x.shape[0], -1), layer["out"])
-    gate, up = jnp.split(linear(platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1)
+    gate, up = jnp.split(
+        linear(platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1
+    )
     return x + linear(platform, jax.nn.silu(gate) * up, layer["down"])
 
 
@@ -224,7 +256,10 @@ def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Arr
     for layer in params["layers"]:
         layer = jax.tree.map(jnp.asarray, layer)
         qkv = matmul(norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"])
-        q, k, v = (part.reshape(-1, n, H) for part, n in zip(jnp.split(qkv, [N * H, (N + K) * H], 1), (N, K, K), strict=True))
+        q, k, v = (
+            part.reshape(-1, n, H)
+            for part, n in zip(jnp.split(qkv, [N * H, (N + K) * H], 1), (N, K, K), strict=True)
+        )
         mixed = attention.dense_attention(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v)
         x = x + matmul(mixed.reshape(-1, N * H), layer["out"])
         gate, up = jnp.split(matmul(norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1)

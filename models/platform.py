@@ -1,4 +1,6 @@
-"""What is chosen per backend, in one place: storage, padding and block sizes that pay off there and nowhere else."""
+"""What is chosen per backend, in one place: storage, padding and block sizes that pay off there and nowhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,19 @@ class Platform:
     """Choices for one backend; hashable, because it is a static argument of jitted steps."""
 
     name: str
-    bf16_as_bits: bool  # keep gathered and sliced bf16 arrays as uint16 bits (XLA:CPU moves bf16 by way of float32)
+    bf16_as_bits: (
+        bool  # keep gathered and sliced bf16 arrays as uint16 bits (XLA:CPU moves bf16 by way of float32)
+    )
     min_dot_rows: int  # dots with fewer rows are padded to this many
+    weights_first_rows: (
+        int  # up to this many rows, weights are the left operand of a dot (XLA:CPU repacks the right one)
+    )
+    short_exp2: bool  # for bf16 attention weights, an exp2 that is exact to bf16 and no further
     tile_tokens: int  # the largest prefill tile
     prefill_key_tokens: int  # keys of one step of online softmax, at least
-    decode_key_tokens: tuple[tuple[int, int], ...]  # (largest batch, keys of one step), ascending; the last is open
+    decode_key_tokens: tuple[
+        tuple[int, int], ...
+    ]  # (largest batch, keys of one step), ascending; the last is open
 
     def storage_dtype(self, dtype: str) -> np.dtype:
         """How KV and embedding rows of a `dtype` model lie in device memory."""
@@ -42,14 +52,18 @@ CPU = Platform(
     name="cpu",
     bf16_as_bits=True,
     min_dot_rows=2,  # a bf16 matrix-vector product misses the matrix units and is 6 times slower than two rows
-    tile_tokens=256,
-    prefill_key_tokens=256,
-    decode_key_tokens=((2, 1024), (8, 512), (32, 256)),
+    weights_first_rows=64,
+    short_exp2=True,
+    tile_tokens=512,
+    prefill_key_tokens=512,
+    decode_key_tokens=((4, 256), (16, 128), (32, 64)),
 )
 ACCELERATOR = Platform(
     name="accelerator",
     bf16_as_bits=False,
     min_dot_rows=1,
+    weights_first_rows=0,
+    short_exp2=False,
     tile_tokens=2048,
     prefill_key_tokens=1024,
     decode_key_tokens=((8, 2048), (64, 1024)),

@@ -1,9 +1,9 @@
 """Drawing a token from logits: greedy, temperature, top-k, top-p. Pure in (logits, seed, step).
 
-The random number of a row depends on its seed and step alone, never on its slot or on who shares the batch. Log
-probabilities are those of the unmodified distribution (temperature 1, nothing cut off). Nothing is sorted: the
-cut-offs of top-k and top-p are found by bisection over the bits of the probabilities, exact to the last bit; tokens
-that tie with the last one kept are kept too.
+The random number of a row depends on its seed and step alone, never on its slot or on who shares the batch.
+Log probabilities are those of the unmodified distribution (temperature 1, nothing cut off). Nothing is
+sorted: the cut-offs of top-k and top-p are found by bisection over the bits of the probabilities, exact to
+the last bit; tokens that tie with the last one kept are kept too.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ _ONE_BITS = 0x3F800000  # float32 1.0: no probability is larger
 class Draw(NamedTuple):
     """How each row is to be drawn, `[B]` each."""
 
-    temperature: jax.Array  # float32; 0 is greedy
-    top_k: jax.Array  # int32; 0: no limit
-    top_p: jax.Array  # float32
-    seed: jax.Array  # uint32
-    step: jax.Array  # int32
+    temperature: jax.Array | np.ndarray  # float32; 0 is greedy
+    top_k: jax.Array | np.ndarray  # int32; 0: no limit
+    top_p: jax.Array | np.ndarray  # float32
+    seed: jax.Array | np.ndarray  # uint32
+    step: jax.Array | np.ndarray  # int32
 
 
-DRAW_DTYPES = Draw(np.float32, np.int32, np.float32, np.uint32, np.int32)
+DRAW_DTYPES = tuple(map(np.dtype, ("float32", "int32", "float32", "uint32", "int32")))  # of Draw's columns
 
 
 def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The most likely token of each row of `[B, V]` (the lowest id among equals), and its log probability."""
     V = logits.shape[-1]
     top = logits.max(-1, keepdims=True)
-    token = jnp.where(logits == top, jnp.arange(V, dtype=jnp.int32), V - 1).min(-1)  # in two stages: argmax is slow
+    token = jnp.where(logits == top, jnp.arange(V, dtype=jnp.int32), V - 1).min(
+        -1
+    )  # in two stages: argmax is slow
     return token, -jnp.log(jnp.exp(logits - top).sum(-1))
 
 
 def sample(logits: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
-    """Draw one token per row of `[B, V]`; rows with temperature 0 are greedy. Returns tokens and log probabilities."""
+    """Draw one token per row of `[B, V]`; rows with temperature 0 are greedy. Returns tokens and log
+    probabilities.
+    """
     best, _ = greedy(logits)
     top = logits.max(-1, keepdims=True)
     is_greedy = draw.temperature <= 0.0
@@ -66,13 +70,17 @@ def _uniform(seed: jax.Array, step: jax.Array) -> jax.Array:
     """A number in [0, 1) per row, from its seed and step only."""
 
     def one(seed: jax.Array, step: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step), (), jnp.float32)
+        return jax.random.uniform(
+            jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step), (), jnp.float32
+        )
 
     return jax.vmap(one)(seed, step)
 
 
 def _largest_bits(enough: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest float32 in [0, 1], per row, for which `enough` holds, as a float; `enough` is monotone, true at 0."""
+    """The largest float32 in [0, 1], per row, for which `enough` holds, as a float; `enough` is monotone,
+    true at 0.
+    """
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -112,13 +120,17 @@ def _search(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     block_ends = jnp.cumsum(blocks.sum(-1), axis=-1)
     target = uniform * block_ends[:, -1]
     block = _first_above(block_ends, target)
-    before = jnp.where(block > 0, jnp.take_along_axis(block_ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
+    before = jnp.where(
+        block > 0, jnp.take_along_axis(block_ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0
+    )
     inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
     column = _first_above(jnp.cumsum(inside, axis=-1), target - before)
     return (block * _COLUMNS + column).astype(jnp.int32)
 
 
 def _first_above(ends: jax.Array, target: jax.Array) -> jax.Array:
-    """Index of the first interval `[…, n]` that ends above `target`; with rounding at the very end, the last non-empty."""
+    """Index of the first interval `[…, n]` that ends above `target`; with rounding at the very end, the
+    last non-empty.
+    """
     last_rise = jnp.where(ends < ends[:, -1:], 1, 0).sum(-1)  # first index that reaches the total
     return jnp.minimum((ends <= target[:, None]).sum(-1), last_rise)

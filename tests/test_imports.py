@@ -36,9 +36,8 @@ ALLOWED_OTHERS = {
 ROLES = ("conductor", "prefill", "decode", "frontend")
 
 
-def modules():
-    for package in sorted(OURS):
-        yield from sorted((ROOT / package).rglob("*.py"))
+def modules() -> list[Path]:
+    return [path for package in sorted(OURS) for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def imported(path: Path) -> set[str]:

@@ -32,16 +32,17 @@ def load_model(
 
     `dtype`: "bfloat16" or "float32"; None: as saved (ours), else bfloat16. Without `shardings` parameters are
     NumPy arrays; with one Sharding, or a tree of them like the parameters, each is placed on devices as it is
-    read. Beyond the result, a load needs one parameter and a few MB. `verify` is for our own folders: compare
-    the weights' fingerprint. `on_progress(done, total)` in bytes; not called for our own folders, which Orbax
-    reads as a whole. Raises CheckpointError naming file and tensor or field.
+    read. Beyond the result, a load needs one parameter and a few MB (our own folders: an eighth of it). `verify`
+    is for our own folders: compare the weights' fingerprint. `on_progress(done, total)` in bytes. Raises
+    CheckpointError naming file and tensor or field.
     """
     path = Path(path).absolute()
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {sorted(DTYPES)}")
     kind = _kind(path)
     if kind == "ours":
-        return load_orbax(path, Target(dtype or saved_dtype(path), shardings), verify=verify)
+        target = Target(dtype or saved_dtype(path), shardings, on_progress)
+        return load_orbax(path, target, verify=verify)
     target = Target(dtype or "bfloat16", shardings, on_progress)
     model = load_huggingface(path, target) if kind == "huggingface" else load_gguf(path, target)
     _check_vocabulary(path, model.cfg, model.tokenizer)

@@ -8,6 +8,7 @@ tokenizer/         tokenizer.json and tokenizer_settings.json; absent for random
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -29,6 +30,7 @@ from models.tokenizer import Tokenizer, TokenizerError
 FORMAT = 1
 MANIFEST_FILE = "checkpoint.json"
 _PARAMS, _TOKENIZER = "params", "tokenizer"
+_MIN_BATCH_NBYTES = 16 << 20
 
 
 def save_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
@@ -100,21 +102,42 @@ def saved_dtype(path: Path) -> str:
 
 
 def _restore(path: Path, cfg: LlamaConfig, target: Target) -> Params:
+    """The parameters, some at a time: Orbax needs what one call restores a second time."""
     table = param_table(cfg)
+    leaves, structure = jax.tree.flatten(table)
+    sizes = [math.prod(param.shape) * target.numpy_dtype.itemsize for param in leaves]
+    args = [_restore_args(place, target.numpy_dtype) for place in target.places(table)]
+    arrays: list[Any] = []
     with _checkpointer() as checkpointer:
         try:
             saved = checkpointer.metadata(path).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: no Orbax checkpoint: {error}") from error
         _compare(path, table, saved)
-        args = jax.tree.unflatten(
-            jax.tree.structure(table),
-            [_restore_args(place, target.numpy_dtype) for place in target.places(table)],
-        )
-        try:
-            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=table, restore_args=args))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path}: cannot be restored: {error}") from error
+        while len(arrays) < len(leaves):
+            now = range(len(arrays), _batch_end(sizes, len(arrays)))
+
+            def only(values: list[Any], now: range = now) -> Params:
+                return structure.unflatten([v if k in now else ocp.PLACEHOLDER for k, v in enumerate(values)])
+
+            wanted = ocp.args.PyTreeRestore(item=only(leaves), restore_args=only(args))
+            try:
+                restored = checkpointer.restore(path, args=wanted)
+            except (OSError, ValueError, KeyError) as error:
+                raise CheckpointError(f"{path}: cannot be restored: {error}") from error
+            arrays += structure.flatten_up_to(restored)[now.start : now.stop]
+            if target.on_progress is not None:
+                target.on_progress(sum(sizes[: now.stop]), sum(sizes))
+    return structure.unflatten(arrays)
+
+
+def _batch_end(sizes: list[int], start: int) -> int:
+    """Where the parameters that are restored together with `start` end: an eighth of all bytes, one at least."""
+    limit = max(_MIN_BATCH_NBYTES, sum(sizes) // 8)
+    end = start + 1
+    while end < len(sizes) and sum(sizes[start : end + 1]) <= limit:
+        end += 1
+    return end
 
 
 def _restore_args(place: Any, dtype: np.dtype) -> ocp.RestoreArgs:

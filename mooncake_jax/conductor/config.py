@@ -42,7 +42,7 @@ class ConductorConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     heartbeat_seconds: float = 1.0  # what instances are expected to keep
     max_missed_heartbeats: int = 3
-    booking_seconds: float = 30.0  # a booking that nobody mentions for so long is over
+    booking_seconds: float = 60.0  # a booking that nobody mentions for so long is over
     expected_block_seconds: float = 3.0  # from the end of a prefill to the announcement of its blocks
     decision_log_path: str = ""  # JSON lines; "": only the last decisions, in memory
     decision_log_nbytes: int = (

@@ -61,16 +61,15 @@ class _Columns(Generic[Row]):
     def put(self, slot: int, row: Row) -> None:
         if not 0 <= slot <= len(self.names):
             raise InvalidError(f"view: slot {slot} after {len(self.names)} slots; slots are filled in order")
-        name, *values = msgspec.structs.astuple(row)
-        columns = [column.name for column in fields(self)][1:]
+        columns = row.__struct_fields__[1:]
         if slot == len(self.names):
             self.names.append("")
             for column in columns:
                 array = getattr(self, column)
                 setattr(self, column, np.append(array, array.dtype.type(0)))
-        self.names[slot] = name
-        for column, value in zip(columns, values, strict=True):
-            getattr(self, column)[slot] = value
+        self.names[slot] = row.name
+        for column in columns:
+            getattr(self, column)[slot] = getattr(row, column)
 
     def values(self, slot: int) -> list[Any]:
         return [self.names[slot], *(getattr(self, column.name)[slot].item() for column in fields(self)[1:])]

@@ -1,4 +1,5 @@
-"""The decode engine: one token a step for a batch of slots, one compiled program per layer group and batch size.
+"""The decode engine: one token a step for a batch of slots, one compiled program per layer group and batch
+size.
 
 A step runs slots 0 … b-1 for the smallest compiled b that covers every active slot, so low slots are cheap.
 """
@@ -22,7 +23,9 @@ from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles,
 from mooncake_jax.engine.contract import BatchRows
 from mooncake_jax.engine.jax_prefill import block_format, draw_greedy, draw_sampled
 
-_ROW_DTYPES = BatchRows(np.bool_, np.int32, np.int32, np.int32, np.float32, np.int32, np.float32, np.uint32)
+_ROW_DTYPES = tuple(  # of BatchRows' columns
+    map(np.dtype, ("bool", "int32", "int32", "int32", "float32", "int32", "float32", "uint32"))
+)
 
 
 class _Programs(NamedTuple):
@@ -55,7 +58,9 @@ class JaxDecodeEngine:
         platform: Platform | None = None,
     ) -> None:
         if not 1 <= max_tokens <= cfg.max_position:
-            raise ValueError(f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens")
+            raise ValueError(
+                f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens"
+            )
         if num_slots < 1:
             raise ValueError(f"num_slots must be positive, got {num_slots}")
         if insert_blocks < 1 or insert_blocks & (insert_blocks - 1):
@@ -64,7 +69,6 @@ class JaxDecodeEngine:
         self.fingerprint = fingerprint
         self.max_tokens = max_tokens
         self.num_slots = num_slots
-        self.insert_blocks = insert_blocks
         self._cfg = cfg
         self._platform = platform or platforms.current()
         self._batches = buckets(1, num_slots)
@@ -75,6 +79,7 @@ class JaxDecodeEngine:
         self._layers = [params["layers"][i : i + size] for i in range(0, cfg.num_layers, size)]
         self._storage = self._platform.storage_dtype(dtype)
         self._num_blocks = self.format.num_blocks(max_tokens)
+        self.insert_blocks = min(insert_blocks, 1 << (self._num_blocks.bit_length() - 1))
         run = max(self._platform.decode_pages(cfg, batch) for batch in self._batches)
         self._num_pages = -(-self._num_blocks // run) * run  # attention reads whole runs of pages
         self._compiles = process_compiles()
@@ -88,12 +93,13 @@ class JaxDecodeEngine:
         return 0 if self._ready_at is None else self._compiles.total - self._ready_at
 
     def warm_up(self) -> None:
-        """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
+        """Compile and run every program once. May be called again: compiles nothing, and counts from then
+        on.
+        """
         if self._programs is None:
             self._programs = self._compile()
             for run in buckets(1, self.insert_blocks):
-                if run <= self._num_blocks:
-                    self.insert(0, 0, np.zeros((run, *self.format.shape), self.format.item_dtype))
+                self.insert(0, 0, np.zeros((run, *self.format.shape), self.format.item_dtype))
             for batch in self._batches:
                 for temperature in (0.0, 1.0):
                     rows = BatchRows(*(np.zeros(self.num_slots, dtype) for dtype in _ROW_DTYPES))
@@ -109,7 +115,11 @@ class JaxDecodeEngine:
         """See the contract. Raises ValueError for a slot, block or shape out of range."""
         compiled = self._compiled
         self._check_slot(slot)
-        if blocks.ndim != 6 or blocks.shape[1:] != self.format.shape or blocks.dtype != self.format.item_dtype:
+        if (
+            blocks.ndim != 6
+            or blocks.shape[1:] != self.format.shape
+            or blocks.dtype != self.format.item_dtype
+        ):
             raise ValueError(
                 f"blocks of shape {blocks.shape} {blocks.dtype}: "
                 f"expected [M, {', '.join(map(str, self.format.shape))}] {self.format.item_dtype}"
@@ -118,7 +128,9 @@ class JaxDecodeEngine:
         if not 1 <= count <= self.insert_blocks:
             raise ValueError(f"{count} blocks in one insert: expected 1 … {self.insert_blocks}")
         if not 0 <= first_block <= self._num_blocks - count:
-            raise ValueError(f"blocks {first_block} … {first_block + count - 1}: a slot has {self._num_blocks}")
+            raise ValueError(
+                f"blocks {first_block} … {first_block + count - 1}: a slot has {self._num_blocks}"
+            )
         first = 0
         with self._guard():
             for run in binary_runs(count, self.insert_blocks):
@@ -127,11 +139,15 @@ class JaxDecodeEngine:
                     self._cache, part, np.int32(slot), np.int32(first_block + first)
                 )
                 first += run
-            jax.block_until_ready(self._cache)  # the device reads `blocks` in place; now the caller may reuse them
+            jax.block_until_ready(
+                self._cache
+            )  # the device reads `blocks` in place; now the caller may reuse them
         self._held[slot, first_block : first_block + count] = True
 
     def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
-        """See the contract. Raises ValueError for rows out of range, or a position that does not follow held KV."""
+        """See the contract. Raises ValueError for rows out of range, or a position that does not follow
+        held KV.
+        """
         compiled = self._compiled
         self._check_rows(rows)
         tokens = np.zeros(self.num_slots, np.int32)
@@ -145,10 +161,16 @@ class JaxDecodeEngine:
         with self._guard():
             x = compiled.embed[batch](self._embedding, np.where(active, rows.tokens[:batch], 0))
             for group, layers in enumerate(self._layers):
-                x, self._cache[group] = compiled.group[batch](layers, x, self._cache[group], positions, active)
+                x, self._cache[group] = compiled.group[batch](
+                    layers, x, self._cache[group], positions, active
+                )
             if np.any(rows.temperature[slots] > 0.0):
                 draw = sampling.Draw(
-                    rows.temperature[:batch], rows.top_k[:batch], rows.top_p[:batch], rows.seed[:batch], rows.steps[:batch]
+                    rows.temperature[:batch],
+                    rows.top_k[:batch],
+                    rows.top_p[:batch],
+                    rows.seed[:batch],
+                    rows.steps[:batch],
                 )
                 drawn = compiled.sampled[batch](self._head_params, x, draw)
             else:
@@ -174,21 +196,28 @@ class JaxDecodeEngine:
         for name, column, dtype in zip(rows._fields, rows, _ROW_DTYPES, strict=True):
             if column.shape != (self.num_slots,) or column.dtype != dtype:
                 raise ValueError(
-                    f"rows.{name}: {column.shape} {column.dtype}, expected ({self.num_slots},) {np.dtype(dtype)}"
+                    f"rows.{name}: {column.shape} {column.dtype}, expected ({self.num_slots},) {dtype}"
                 )
         slots = np.flatnonzero(rows.active)
         positions, tokens = rows.positions[slots], rows.tokens[slots]
         if np.any((positions < 0) | (positions >= self.max_tokens)):
-            raise ValueError(f"positions {positions.tolist()} of slots {slots.tolist()}: expected 0 … {self.max_tokens - 1}")
+            raise ValueError(
+                f"positions {positions.tolist()} of slots {slots.tolist()}: expected 0 … {self.max_tokens - 1}"
+            )
         if np.any((tokens < 0) | (tokens >= self._cfg.vocab_size)):
-            raise ValueError(f"tokens {tokens.tolist()} of slots {slots.tolist()}: the vocabulary has {self._cfg.vocab_size}")
+            raise ValueError(
+                f"tokens {tokens.tolist()} of slots {slots.tolist()}: the vocabulary has {self._cfg.vocab_size}"
+            )
         held = self.format.block_tokens * np.logical_and.accumulate(self._held[slots], axis=1).sum(axis=1)
         if np.any(positions > held):
-            raise ValueError(f"positions {positions.tolist()} of slots {slots.tolist()}, which hold {held.tolist()} tokens")
+            raise ValueError(
+                f"positions {positions.tolist()} of slots {slots.tolist()}, which hold {held.tolist()} tokens"
+            )
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """A failed step may have consumed its donated cache: start again from an empty one, so that serving goes on.
+        """A failed step may have consumed its donated cache: start again from an empty one, so that serving
+        goes on.
 
         All slots lose what they held; `generate` refuses them until blocks are inserted again.
         """
@@ -202,7 +231,8 @@ class JaxDecodeEngine:
         shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [jax.device_put(np.zeros(shape, self._storage)) for _ in layers] for _ in range(self.format.num_groups)
+            [jax.device_put(np.zeros(shape, self._storage)) for _ in layers]
+            for _ in range(self.format.num_groups)
         ]
         self._held = np.zeros((self.num_slots, self._num_blocks), np.bool_)  # blocks that were ever written
 
@@ -217,12 +247,16 @@ class JaxDecodeEngine:
             embed[batch] = program(llama.embed, self._embedding, ids)
             group[batch] = program(group_step, self._layers[0], x, self._cache[0], ids, active, donate=[2])
             greedy[batch] = program(functools.partial(draw_greedy, cfg, platform), self._head_params, x)
-            sampled[batch] = program(functools.partial(draw_sampled, cfg, platform), self._head_params, x, draw)
+            sampled[batch] = program(
+                functools.partial(draw_sampled, cfg, platform), self._head_params, x, draw
+            )
         insert = {}
         for run in buckets(1, self.insert_blocks):
             blocks = jax.ShapeDtypeStruct((run, *self.format.shape), self._storage)
             insert[run] = program(cache.insert_blocks, self._cache, blocks, zero, zero, donate=[0])
-        return _Programs(embed, group, greedy, sampled, insert, program(cache.extract_block, self._cache, zero, zero))
+        return _Programs(
+            embed, group, greedy, sampled, insert, program(cache.extract_block, self._cache, zero, zero)
+        )
 
     @property
     def _compiled(self) -> _Programs:

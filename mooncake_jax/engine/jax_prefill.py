@@ -1,7 +1,8 @@
-"""The prefill engine: prompts tile by tile into device slots, one compiled program per layer group and tile size.
+"""The prefill engine: prompts tile by tile into device slots, one compiled program per layer group and tile
+size.
 
-A tile is dispatched group by group and nothing waits for the device, so a group's KV is out while later groups still
-compute. Tiles are padded to a few sizes; everything is compiled in `warm_up`.
+A tile is dispatched group by group and nothing waits for the device, so a group's KV is out while later
+groups still compute. Tiles are padded to a few sizes; everything is compiled in `warm_up`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,11 @@ from models.config import LlamaConfig
 from models.platform import Platform
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
 
 _SMALLEST_TILE = 16
 _LOAD_BLOCKS = 32  # prefix blocks that one program inserts, at most; a power of two
-
-
-class TokenScores(NamedTuple):
-    """What the model thought of given next tokens, `[T]` each."""
-
-    logprobs: np.ndarray  # float32: log probability of the given token
-    best: np.ndarray  # int32: the most likely token
-    margins: np.ndarray  # float32: by how much its log probability leads the runner-up's
 
 
 class _Programs(NamedTuple):
@@ -79,7 +73,9 @@ class JaxPrefillEngine:
         platform: Platform | None = None,
     ) -> None:
         if not 1 <= max_tokens <= cfg.max_position:
-            raise ValueError(f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens")
+            raise ValueError(
+                f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens"
+            )
         if num_slots < 1:
             raise ValueError(f"num_slots must be positive, got {num_slots}")
         self.format = block_format(cfg, dtype)
@@ -101,6 +97,7 @@ class JaxPrefillEngine:
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
         self._num_pages = -(-pages // run) * run
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
+        self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
         self._staging = [np.zeros(prefix_shape, self.format.item_dtype) for _ in range(2)]
         self._compiles = process_compiles()
         self._ready_at: int | None = None
@@ -114,7 +111,9 @@ class JaxPrefillEngine:
         return 0 if self._ready_at is None else self._compiles.total - self._ready_at
 
     def warm_up(self) -> None:
-        """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
+        """Compile and run every program once. May be called again: compiles nothing, and counts from then
+        on.
+        """
         if self._programs is None:
             self._programs = self._compile()
             for tile in self._tiles:
@@ -168,11 +167,15 @@ class JaxPrefillEngine:
         if not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"token ids must be integers, got {tokens.dtype}")
         if tokens.min() < 0 or tokens.max() >= self._cfg.vocab_size:
-            raise ValueError(f"token ids {tokens.min()} … {tokens.max()}: the vocabulary has {self._cfg.vocab_size}")
+            raise ValueError(
+                f"token ids {tokens.min()} … {tokens.max()}: the vocabulary has {self._cfg.vocab_size}"
+            )
         if start < 0 or start % self._cfg.block_tokens:
             raise ValueError(f"start {start} is not a multiple of the block size {self._cfg.block_tokens}")
         if start + tokens.size > self.max_tokens:
-            raise ValueError(f"positions {start} … {start + tokens.size - 1}: the engine holds {self.max_tokens}")
+            raise ValueError(
+                f"positions {start} … {start + tokens.size - 1}: the engine holds {self.max_tokens}"
+            )
         if not prefix_held and start > self._filled[slot]:
             raise ValueError(f"start {start} of slot {slot}, which holds {self._filled[slot]} tokens")
         return tokens.astype(np.int32, copy=False)
@@ -189,7 +192,9 @@ class JaxPrefillEngine:
         pending: deque[tuple[int, jax.Array]] = deque()
         with self._guard():
             if load is not None:
-                jax.block_until_ready(self._cache)  # an abandoned call may still be reading the staging arrays
+                jax.block_until_ready(
+                    self._cache
+                )  # an abandoned call may still be reading the staging arrays
             x = self._embed(tokens)
         for group in range(self.format.num_groups):
             prefix: Sequence[np.ndarray] = []
@@ -220,7 +225,9 @@ class JaxPrefillEngine:
         padded[: tokens.size] = tokens
         return self._compiled.embed[tile](self._embedding, padded)
 
-    def _dispatch(self, group: int, x: jax.Array, slot: int, start: int, num_valid: int) -> tuple[jax.Array, jax.Array]:
+    def _dispatch(
+        self, group: int, x: jax.Array, slot: int, start: int, num_valid: int
+    ) -> tuple[jax.Array, jax.Array]:
         x, self._cache[group], blocks = self._compiled.group[x.shape[0]](
             self._layers[group], x, self._cache[group], np.int32(slot), np.int32(start), np.int32(num_valid)
         )
@@ -246,7 +253,9 @@ class JaxPrefillEngine:
 
     def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
         if len(blocks) != count:
-            raise ValueError(f"layer group {group}: load gave {len(blocks)} prefix blocks, {count} precede the tile")
+            raise ValueError(
+                f"layer group {group}: load gave {len(blocks)} prefix blocks, {count} precede the tile"
+            )
         for i, block in enumerate(blocks):
             if block.shape != self.format.group_shape or block.dtype != self.format.item_dtype:
                 raise ValueError(
@@ -257,12 +266,12 @@ class JaxPrefillEngine:
     def _insert_prefix(self, group: int, slot: int, blocks: Sequence[np.ndarray]) -> None:
         """Copy a group's prefix from store memory into the cache, a run of blocks at a time.
 
-        The device reads the staging array after this returns. The next group uses the other one, and the one after
-        that comes when this group's KV has been waited for.
+        The device reads the staging array after this returns. The next group uses the other one, and the
+        one after that comes when this group's KV has been waited for.
         """
         staging = self._staging[group % 2]
         first = 0
-        for run in binary_runs(len(blocks), _LOAD_BLOCKS):
+        for run in binary_runs(len(blocks), self._load_blocks):
             for i in range(first, first + run):
                 staging[i] = blocks[i]
             part = staging[first : first + run].view(self._storage)
@@ -273,9 +282,11 @@ class JaxPrefillEngine:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """A failed step may have consumed its donated cache: start again from an empty one, so that serving goes on.
+        """A failed step may have consumed its donated cache: start again from an empty one, so that serving
+        goes on.
 
-        Other slots lose what they held; their next tile is refused, because it does not follow what the slot holds.
+        Other slots lose what they held; their next tile is refused, because it does not follow what the
+        slot holds.
         """
         try:
             yield
@@ -287,7 +298,8 @@ class JaxPrefillEngine:
         shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [jax.device_put(np.zeros(shape, self._storage)) for _ in layers] for _ in range(self.format.num_groups)
+            [jax.device_put(np.zeros(shape, self._storage)) for _ in layers]
+            for _ in range(self.format.num_groups)
         ]
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
 
@@ -300,17 +312,19 @@ class JaxPrefillEngine:
         for tile in self._tiles:
             x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32)
             embed[tile] = program(llama.embed, self._embedding, np.zeros(tile, np.int32))
-            group[tile] = program(group_step, self._layers[0], x, self._cache[0], zero, zero, zero, donate=[2])
+            group[tile] = program(
+                group_step, self._layers[0], x, self._cache[0], zero, zero, zero, donate=[2]
+            )
             last[tile] = program(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1), x, zero)
-        blocks = {run: jax.ShapeDtypeStruct((run, *self.format.group_shape), self._storage) for run in buckets(1, _LOAD_BLOCKS)}
+        insert = {}
+        for run in buckets(1, self._load_blocks):
+            blocks = jax.ShapeDtypeStruct((run, *self.format.group_shape), self._storage)
+            insert[run] = program(cache.insert_blocks, self._cache[0], blocks, zero, zero, donate=[0])
         return _Programs(
             embed=embed,
             group=group,
             last=last,
-            insert={
-                run: program(cache.insert_blocks, self._cache[0], shape, zero, zero, donate=[0])
-                for run, shape in blocks.items()
-            },
+            insert=insert,
             greedy=program(functools.partial(draw_greedy, cfg, platform), self._head_params, row),
             sampled=program(functools.partial(draw_sampled, cfg, platform), self._head_params, row, draw),
         )

@@ -86,12 +86,9 @@ class PrefillJob:
         self._open_stream(again=False)
 
     def begin_again(self) -> None:
-        """Back to before the first tile, with what the home node has: fetched blocks or the slot's content
-        are lost.
-        """
+        """Back to before the first tile: fetched blocks, or what the slot held, are lost."""
         if self._stream is not None:
             self._stream.close()
-        self._prefix.drop_fetched()
         self._open_stream(again=True)
 
     @property

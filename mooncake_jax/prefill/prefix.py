@@ -106,9 +106,9 @@ class Prefix:
         return next((i for i in range(self.num_blocks) if not self._lease.held[i]), self.num_blocks)
 
     def begin(self) -> int:
-        """Fixes how many leading blocks are reused and returns it.
+        """Fixes how many leading blocks are reused and returns it; fetches that failed are given up.
 
-        Blocks that came home since are found too.
+        Fetches that have failed are given up; blocks that came home since are found. May be called again.
         """
         for fetch in [fetch for fetch in self._fetches if not fetch.is_usable]:
             self._drop(fetch)
@@ -119,11 +119,6 @@ class Prefix:
         missing = (i for i in range(len(newer.held)) if not newer.held[i] and i not in arriving)
         self.num_blocks = next(missing, len(newer.held))
         return self.num_blocks
-
-    def drop_fetched(self) -> None:
-        """Goes on without the blocks of other nodes. `begin` again before use."""
-        for fetch in list(self._fetches):
-            self._drop(fetch)
 
     def load(self, group: int) -> list[np.ndarray]:
         """Layer group `group` of the blocks in use, `[l, K, 2, Z, H]` each, views of store memory; waits for
@@ -156,7 +151,8 @@ class Prefix:
 
     def close(self) -> None:
         """Ends leases, and fetches that are under way."""
-        self.drop_fetched()
+        for fetch in list(self._fetches):
+            self._drop(fetch)
         self._lease.close()
 
     def _drop(self, fetch: Fetch) -> None:

@@ -35,7 +35,7 @@ from mooncake_jax.request import (
 )
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Polls; AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -148,7 +148,7 @@ class FakeCluster:
         num_home_blocks: int = 256,
         prefill_engine: Callable[[], FakePrefillEngine] = FakePrefillEngine,
         decode_engine: Callable[[], FakeDecodeEngine] = FakeDecodeEngine,
-        transfer_timeout_seconds: float = 5.0,
+        transfer_timeout_seconds: float = 60.0,
     ):
         """`host_ids`: instance name → host id; equal ones share memory."""
         with ExitStack() as stack:
@@ -200,7 +200,7 @@ class FakeCluster:
 
     def stub(self, address: str, table) -> Stub:
         if address not in self._stubs:
-            self._stubs[address] = Stub(address, table, timeout_seconds=10.0)
+            self._stubs[address] = Stub(address, table, timeout_seconds=30.0)
         return self._stubs[address]
 
     def call(self, tokens: Sequence[int], max_tokens: int = 6, **fields) -> Call:

@@ -1,4 +1,4 @@
-"""A small cluster in one process: a directory, store nodes and clients over real gRPC and the real transfer engine."""
+"""A small cluster in one process: directory, nodes, clients, real gRPC, the real transfer engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Cluster:
         self._clients: list[Client] = []
         self._engines: list[TransferEngine] = []
         self._nodes: list[StoreNode] = []
-        self.directory = Directory(node_timeout_seconds=1.0)
+        self.directory = Directory(node_timeout_seconds=3.0)
         self._serve_directory(0)
 
     def _serve_directory(self, port: int) -> None:
@@ -61,7 +61,7 @@ class Cluster:
     def restart_directory(self) -> None:
         """Another directory on the same address, which knows nothing."""
         self.stop_directory()
-        self.directory = Directory(node_timeout_seconds=1.0)
+        self.directory = Directory(node_timeout_seconds=3.0)
         self._serve_directory(self.directory_server.port)
 
     def engine(self, host_id: str = "host-client", faults: Faults | None = None) -> TransferEngine:
@@ -104,6 +104,14 @@ class Cluster:
         self._clients.append(client)
         assert client.replica.wait_in_sync(DEADLINE_SECONDS)
         return client
+
+    def settle(self) -> None:
+        """Wait until the directory and every client have heard of everything that nodes have done so far."""
+        for store in self._nodes:
+            assert store.node.flush(DEADLINE_SECONDS)
+        sequence = self.directory._state.log.sequence
+        for client in self._clients:
+            wait_until(lambda state=client.replica._state: state.position.sequence >= sequence)
 
     def close(self) -> None:
         for client in self._clients:

@@ -13,7 +13,7 @@ import pytest
 from kvstore import messages as m
 from kvstore.errors import InvalidError, NotFoundError, StaleError, StoreError, UnavailableError
 from kvstore.rpc import Stub
-from kvstore.transfer import READ, Faults
+from kvstore.transfer import READ, WRITE, Faults
 
 NBYTES, PART = 1000, 300
 
@@ -30,7 +30,7 @@ def test_put_at_home_get_from_the_same_and_another_host(cluster):
     assert writer.put(keys, data, PART) == ["stored"] * 5
     assert writer.put(keys, data, PART) == ["present"] * 5
     assert writer.get(keys) == data
-    assert a.node.flush(10)
+    cluster.settle()
     far = cluster.client(b)
     near = cluster.client(host_id="one")
     assert far.get(keys) == data
@@ -49,7 +49,7 @@ def test_get_into_fills_arrays_of_any_type(cluster):
     keys, _ = blocks(3)
     values = [np.arange(500, dtype="<u2").reshape(2, 250) + i for i in range(3)]
     assert cluster.client(a).put(keys, values, PART) == ["stored"] * 3
-    a.node.flush(10)
+    cluster.settle()
     reader = cluster.client()
     into = [np.zeros((2, 250), "<u2") for _ in range(3)]
     assert reader.get_into(keys, into) == [True] * 3
@@ -84,7 +84,7 @@ def test_without_home_puts_go_where_there_is_room(cluster):
     assert large.node.exists(keys) == [True] * 6
     assert client.exists(keys) == [True] * 6
     assert client.get(keys) == data
-    large.node.flush(10)
+    cluster.settle()
     assert other.put(keys, data, PART) == ["present"] * 6
     assert other.get(keys) == data
     assert small.node.stats()["free"] == 2
@@ -125,8 +125,7 @@ def test_remove_is_visible_at_once_and_everywhere(cluster):
     home = cluster.client(a)
     home.put(keys, data)
     cluster.client(b).put(keys, data)
-    a.node.flush(10)
-    b.node.flush(10)
+    cluster.settle()
     client = cluster.client()
     unknown = blocks(1, seed=8)[0]
     assert client.remove([*keys, *unknown]) == [True, True, False]
@@ -164,7 +163,7 @@ def test_a_stale_entry_is_a_miss_and_is_dropped(cluster):
     a, b = cluster.node("a"), cluster.node("b")
     keys, data = blocks(2)
     cluster.client(b).put(keys[:1], data[:1])
-    b.node.flush(10)
+    cluster.settle()
     client = cluster.client()
     for key in keys:
         client._locator.note(key, "a", present=True)
@@ -178,7 +177,7 @@ def test_a_corrupt_byte_on_the_way_is_a_miss_or_the_next_holders_bytes(cluster):
     a = cluster.node("a")
     keys, data = blocks(2)
     cluster.client(a).put(keys, data, PART)
-    a.node.flush(10)
+    cluster.settle()
     faults = Faults(corrupt_byte=999, paths=frozenset(("tcp",)), only=lambda r: r.opcode == READ)
     client = cluster.client(faults=faults)
     assert client.get(keys) == [None, None]
@@ -186,8 +185,7 @@ def test_a_corrupt_byte_on_the_way_is_a_miss_or_the_next_holders_bytes(cluster):
     assert a.node.exists(keys) == [True, True]  # the owner looked: its bytes are good
     b = cluster.node("b", host_id="host-client")
     cluster.client(b).put(keys, data, PART)
-    b.node.flush(10)
-    client.replica.wait_in_sync(10)
+    cluster.settle()
     assert client.get(keys) == data  # from b, through shared memory
     faults.corrupt_byte = None
     b.node.remove(keys)
@@ -198,7 +196,7 @@ def test_a_damaged_object_is_dropped_by_its_owner(cluster, eventually):
     a = cluster.node("a")
     keys, data = blocks(2)
     cluster.client(a).put(keys, data, PART)
-    a.node.flush(10)
+    cluster.settle()
     with a.node.lease(keys) as lease:
         offset = lease.offset(1)
     a.node._buffer.array[offset] ^= 1
@@ -225,12 +223,26 @@ def test_a_dead_writers_keys_can_be_put_after_its_lease(cluster, eventually):
     stub.close()
 
 
+def test_a_write_that_breaks_gives_its_slots_back_after_a_rest(cluster, eventually):
+    nodes = [cluster.node(name, lease_seconds=0.2).node for name in "ab"]
+    faults = Faults(dead=True, only=lambda r: r.opcode == WRITE)
+    client = cluster.client(faults=faults)
+    keys, data = blocks(3)
+    assert client.put(keys, data) == ["failed"] * 3
+    assert client.exists(keys, fresh=True) == [False] * 3
+    assert [node.stats()["reserved"] for node in nodes] == [0, 0]
+    assert [node.stats()["resting"] for node in nodes] == [3, 3]
+    eventually(lambda: all(node.stats()["free"] == 8 for node in nodes))
+    faults.dead = False
+    assert client.put(keys, data) == ["stored"] * 3
+
+
 @pytest.mark.parametrize("host_id", ["host-a", "elsewhere"])
 def test_a_lease_reads_ranges(cluster, host_id: str):
     a = cluster.node("a")
     keys, data = blocks(3)
     cluster.client(a).put(keys[:2], data[:2], PART)
-    a.node.flush(10)
+    cluster.settle()
     client = cluster.client(host_id=host_id)
     with client.lease(keys, "a") as lease:
         assert lease.held == [True, True, False]
@@ -257,7 +269,7 @@ def test_a_slow_reader_never_gets_anothers_bytes(cluster, eventually, host_id: s
     keys, data = blocks(4)
     home = cluster.client(a)
     home.put(keys[:2], data[:2], PART)
-    a.node.flush(10)
+    cluster.settle()
     lease = cluster.client(host_id=host_id).lease(keys[:2], "a")
     eventually(lambda: a.node.stats()["leases"] == 0)
     nbytes = NBYTES if whole else 100
@@ -278,7 +290,7 @@ def test_leases_of_an_unknown_and_of_a_restarted_node(cluster, eventually):
     a = cluster.node("a")
     keys, data = blocks(2)
     cluster.client(a).put(keys, data, PART)
-    a.node.flush(10)
+    cluster.settle()
     far, near = cluster.client(), cluster.client(host_id="host-a")
     with pytest.raises(NotFoundError, match="nobody"):
         far.lease(keys, "nobody")
@@ -304,7 +316,7 @@ def test_the_store_works_on_without_its_directory(cluster, eventually):
     keys, data = blocks(4)
     home, other = cluster.client(a), cluster.client(b)
     home.put(keys[:2], data[:2])
-    a.node.flush(10)
+    cluster.settle()
     eventually(lambda: other.get(keys[:2]) == data[:2])
     cluster.stop_directory()
     assert home.put(keys[2:], data[2:]) == ["stored", "stored"]
@@ -325,7 +337,7 @@ def test_a_node_without_a_server_costs_a_miss_not_a_hang(cluster):
     directory.announce(m.Announce("ghost", 5, 1, keys, [], 8))
     directory.close()
     cluster.client(a).put(keys[:1], data[:1])
-    a.node.flush(10)
+    cluster.settle()
     started = time.monotonic()
     assert client.get(keys) == [data[0], None]
     assert time.monotonic() - started < 10
@@ -333,11 +345,11 @@ def test_a_node_without_a_server_costs_a_miss_not_a_hang(cluster):
 
 
 def test_readers_and_writers_on_a_tiny_pool_never_see_wrong_bytes(cluster):
-    """Every object carries its key; the pool is far smaller than the set of keys, so slots are rewritten all the time."""
+    """Every object carries its key; the pool holds a quarter of the keys, so slots are rewritten often."""
     a = cluster.node("a", num_slots=6, lease_seconds=0.05)
     keys, _ = blocks(24)
     home, near, far = cluster.client(a), cluster.client(host_id="host-a"), cluster.client()
-    a.node.flush(10)
+    cluster.settle()
     stop, wrong, hits, errors = threading.Event(), [], [0, 0, 0], []
 
     def payload(key: bytes) -> bytes:
@@ -365,7 +377,9 @@ def test_readers_and_writers_on_a_tiny_pool_never_see_wrong_bytes(cluster):
         except StoreError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(write, client, i)) for i, client in enumerate((home, far))]
+    threads = [
+        threading.Thread(target=guarded, args=(write, client, i)) for i, client in enumerate((home, far))
+    ]
     threads += [threading.Thread(target=guarded, args=(read, c, i)) for i, c in enumerate((home, near, far))]
     for thread in threads:
         thread.start()

@@ -9,7 +9,15 @@ import pytest
 
 from kvstore import Directory, DirectoryReplica, Node, NodeConfig, PrefixIndex
 from kvstore.errors import ExhaustedError, InvalidError, StaleError
-from kvstore.messages import DIRECTORY, MAX_BATCH_KEYS, Announce, LookupRequest, NodeBeat, NodeInfo, WatchRequest
+from kvstore.messages import (
+    DIRECTORY,
+    MAX_BATCH_KEYS,
+    Announce,
+    LookupRequest,
+    NodeBeat,
+    NodeInfo,
+    WatchRequest,
+)
 from kvstore.rpc import Empty, Server, Stub
 from kvstore.transfer.segment import Peer, Segment
 
@@ -140,18 +148,49 @@ def test_two_nodes_of_one_name_the_later_one_stays(cluster, replica, eventually)
     assert [info.epoch for info in replica.nodes()] == [second.node.epoch]
 
 
-def test_a_hundred_thousand_keys_arrive_by_stream_and_by_snapshot(cluster, replica, stub, eventually):
+def test_a_hundred_thousand_keys_arrive_by_stream_and_by_snapshot(eventually):
     many = keys(100_000)
-    stub.register(fake_info("big", 7, num_slots=len(many)))
-    for sequence, start in enumerate(range(0, len(many), MAX_BATCH_KEYS), 1):
-        assert stub.announce(Announce("big", 7, sequence, many[start : start + MAX_BATCH_KEYS], [], 0)).known
-    eventually(lambda: replica.match(many) == [("big", 100_000)])
-    late = DirectoryReplica(cluster.address)
+    directory = Directory(node_timeout_seconds=60.0)
+    server = Server(directory.handlers(), max_workers=directory.max_workers)
+    stub = Stub(server.address, DIRECTORY)
+    replicas = [DirectoryReplica(server.address)]
     try:
-        assert late.wait_in_sync(DEADLINE)
-        assert late.match(many) == [("big", 100_000)]
+        assert replicas[0].wait_in_sync(DEADLINE)
+        stub.register(fake_info("big", 7, num_slots=len(many)))
+        for sequence, start in enumerate(range(0, len(many), MAX_BATCH_KEYS), 1):
+            assert stub.announce(
+                Announce("big", 7, sequence, many[start : start + MAX_BATCH_KEYS], [], 0)
+            ).known
+        eventually(lambda: replicas[0].match(many) == [("big", 100_000)])
+        replicas.append(DirectoryReplica(server.address))
+        assert replicas[1].wait_in_sync(DEADLINE)
+        assert replicas[1].match(many) == [("big", 100_000)]
     finally:
-        late.close()
+        for closable in (*replicas, stub, directory, server):
+            closable.close()
+
+
+def test_a_node_that_changes_faster_than_it_is_heard_starts_again(cluster, replica, eventually):
+    a = cluster.node("a", num_slots=2).node
+    put(a, keys(1))
+    eventually(lambda: replica.match(keys(1)) == [("a", 1)])
+    many = keys(1500, seed=2)
+    with cluster.directory._changed:  # the directory answers nobody
+        for key in many:
+            put(a, [key])
+    eventually(lambda: replica.holders(many[-2:]) == [["a"], ["a"]])
+    assert not any(replica.holders([*keys(1), *many[:-2]]))
+
+
+def test_a_listener_that_fails_does_not_end_the_stream(cluster, replica, eventually, caplog):
+    class Broken(Recorder):
+        def on_added(self, node: str, keys: Sequence[bytes]) -> None:
+            raise RuntimeError("broken")
+
+    replica.subscribe(Broken())
+    put(cluster.node("a").node, keys(2))
+    eventually(lambda: replica.match(keys(2)) == [("a", 2)])
+    assert "failed to hear of KeysChanged" in caplog.text
 
 
 def test_bad_messages_are_refused(stub):

@@ -7,9 +7,9 @@ import random
 import msgspec
 import pytest
 
+from kvstore.directory_state import DirectoryState
 from kvstore.errors import InternalError, InvalidError, StaleError
 from kvstore.event_log import EventLog, split
-from kvstore.directory_state import DirectoryState
 from kvstore.messages import (
     MAX_BATCH_KEYS,
     Announce,

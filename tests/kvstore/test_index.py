@@ -46,7 +46,9 @@ def test_removing_what_was_never_held_is_no_error():
 
 NODES = ("a", "b", "c")
 STEPS = st.lists(
-    st.tuples(st.sampled_from(("add", "remove", "forget")), st.sampled_from(NODES), st.sets(st.sampled_from(CHAIN))),
+    st.tuples(
+        st.sampled_from(("add", "remove", "forget")), st.sampled_from(NODES), st.sets(st.sampled_from(CHAIN))
+    ),
     max_size=30,
 )
 

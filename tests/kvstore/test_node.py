@@ -148,11 +148,15 @@ def test_a_closed_node_says_so(engine: TransferEngine):
     lease.close()
 
 
-def remote_put(node: Node, stub: Stub, peer: TransferEngine, some: list[bytes], data: bytes, sums: list[int]) -> list[bool]:
+def remote_put(
+    node: Node, stub: Stub, peer: TransferEngine, some: list[bytes], data: bytes, sums: list[int]
+) -> list[bool]:
     reply = stub.reserve(m.NodeReserve(node.epoch, some, len(data), PART))
     for item in reply.items:
         assert item.refusal == ""
-    peer.transfer([TransferRequest(WRITE, memoryview(data), node.segment, item.offset) for item in reply.items])
+    peer.transfer(
+        [TransferRequest(WRITE, memoryview(data), node.segment, item.offset) for item in reply.items]
+    )
     items = [m.CommitItem(index, sums) for index in range(len(some))]
     return stub.commit(m.CommitRequest(node.epoch, reply.handle, items)).flags
 

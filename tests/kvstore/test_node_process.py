@@ -30,7 +30,10 @@ sys.stdin.read()
 @pytest.fixture
 def process(cluster):
     child = subprocess.Popen(
-        [sys.executable, "-c", NODE, cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", NODE, cluster.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     yield child
     child.kill()
@@ -49,6 +52,7 @@ def test_a_frozen_node_and_a_dead_one(cluster, process, eventually):
     assert client.get(keys) == data
 
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
     started = time.monotonic()
     assert client.get(keys) == [None] * 3
     assert time.monotonic() - started < 10

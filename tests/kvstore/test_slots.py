@@ -40,7 +40,8 @@ def put(pool: SlotPool, handle: int, *numbers: int) -> None:
 
 
 def held(pool: SlotPool) -> set[int]:
-    return {int.from_bytes(k, "big") for k in pool.keys()}
+    visible = pool.keys()
+    return {int.from_bytes(k, "big") for k in visible}
 
 
 def test_a_key_is_visible_from_commit_on(pool: SlotPool):
@@ -177,7 +178,7 @@ class _Object:
 
 
 class SlotModel(RuleBasedStateMachine):
-    """Random calls on a pool of 4 slots; the model keeps a flat list of objects and sorts it whenever it must choose."""
+    """Random calls on a pool of 4 slots; the model keeps a flat list of objects and computes all from it."""
 
     NUM_SLOTS = 4
 
@@ -203,7 +204,11 @@ class SlotModel(RuleBasedStateMachine):
         self.handles += 1
         return self.handles
 
-    @rule(numbers=st.lists(st.integers(0, 6), max_size=5), nbytes=st.sampled_from([50, 100, 101]), lease=st.sampled_from([2.0, 5.0, math.inf]))
+    @rule(
+        numbers=st.lists(st.integers(0, 6), max_size=5),
+        nbytes=st.sampled_from([50, 100, 101]),
+        lease=st.sampled_from([2.0, 5.0, math.inf]),
+    )
     def reserve(self, numbers: list[int], nbytes: int, lease: float) -> None:
         handle = self._new_handle()
         self.uses += 1
@@ -219,7 +224,9 @@ class SlotModel(RuleBasedStateMachine):
                 refusals.append("writing")
             else:
                 if len(self.objects) == self.NUM_SLOTS:
-                    victims = [o for o in self.objects if o.committed and not o.leases and o.stamp[0] != self.uses]
+                    victims = [
+                        o for o in self.objects if o.committed and not o.leases and o.stamp[0] != self.uses
+                    ]
                     if not victims:
                         refusals.append("no_room")
                         continue
@@ -240,7 +247,11 @@ class SlotModel(RuleBasedStateMachine):
             return
         handle = data.draw(st.integers(1, self.handles))
         index = data.draw(st.integers(0, 4))
-        mine = [o for o in self.objects if (o.handle, o.index) == (handle, index) and not o.committed and not o.resting_until]
+        mine = [
+            o
+            for o in self.objects
+            if (o.handle, o.index) == (handle, index) and not o.committed and not o.resting_until
+        ]
         if not mine:
             with pytest.raises(StaleError):
                 self.pool.commit(handle, index, (1,))

@@ -154,8 +154,11 @@ class SharedMemoryPath(Copier):
             if not found.is_owned:
                 self._detach([target.shm_path])
                 raise TransferError(_stale(target, "its owner has gone or closed it"))
-            if target.nbytes > len(found.memory):
-                raise TransferError(_too_small(target, len(found.memory)))
+            held = len(found.memory)
+            if target.nbytes > held:
+                raise TransferError(
+                    f"segment {target.name!r} claims {target.nbytes} bytes, {target.shm_path} has {held}"
+                )
             return found.memory[: target.nbytes]
 
     def _detach(self, paths: list[str]) -> None:
@@ -183,17 +186,11 @@ def _attach(target: Segment) -> _Attachment:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             raise TransferError(f"{target.shm_path} is not a regular file of this user: not mapped")
-        if status.st_size < target.nbytes:
-            raise TransferError(_too_small(target, status.st_size))
         memory = np.frombuffer(mmap.mmap(fd, status.st_size), np.uint8).data
         return _Attachment(fd, memory)
     except BaseException:
         os.close(fd)
         raise
-
-
-def _too_small(target: Segment, nbytes: int) -> str:
-    return f"segment {target.name!r} claims {target.nbytes} bytes but {target.shm_path} has {nbytes}"
 
 
 def _stale(target: Segment, why: str) -> str:

@@ -71,7 +71,7 @@ def make_shared(nothing_leaks: None) -> Iterator[Callable[[str, int], SharedBuff
 
 @dataclass
 class Pair:
-    """`engine` reaches `segment`, whose bytes are `memory`, over `path`; `owner` is the engine it belongs to."""
+    """`engine` reaches `segment`, whose bytes are `memory`, over `path`; `owner` is the engine it is of."""
 
     path: str
     engine: TransferEngine

@@ -108,6 +108,16 @@ def test_saved_on_eight_devices_restores_on_two_and_on_one(saved, tiny, tmp_path
     assert loaded.fingerprint == tiny.fingerprint
 
 
+def test_a_restore_in_many_steps_is_the_same_and_tells_how_far_it_is(saved, tiny, monkeypatch):
+    monkeypatch.setattr("models.checkpoint.orbax._MIN_BATCH_NBYTES", 1)
+    steps: list[tuple[int, int]] = []
+    loaded = load_model(saved, on_progress=lambda done, total: steps.append((done, total)))
+    assert same_bits(loaded.params, tiny.params)
+    assert len(steps) > 4
+    assert steps == sorted(set(steps))
+    assert steps[-1][0] == steps[-1][1] == sum(leaf.nbytes for leaf in jax.tree.leaves(tiny.params))
+
+
 def test_a_relative_path_works(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_checkpoint("here", tiny)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from kvstore.block import BlockFormat
 from kvstore.errors import InvalidError, RefusedError, StaleError, UnavailableError
 from mooncake_jax.conductor.config import ScheduleConfig
 from mooncake_jax.conductor.estimate import CostModel
@@ -263,6 +264,15 @@ def test_the_factor_follows_measured_prefills_and_stays_bounded(make_cluster):
     assert cluster.conductor.view.prefill.factor.tolist() == [16.0]
 
 
+def test_a_prefill_that_waited_for_a_fetch_teaches_nothing(make_cluster):
+    cluster = make_cluster(prefill=1, decode=1)
+    cluster.hold("elsewhere", LONG)
+    assert cluster.place(LONG, request_id="a").fetch_blocks
+    cluster.end("a", "prefill", seconds=100.0)
+    cluster.end("a", "decode")
+    assert cluster.conductor.view.prefill.factor.tolist() == [1.0]
+
+
 # --- instances that die, come back, or do not belong
 
 
@@ -325,6 +335,12 @@ def test_another_fingerprint_is_told_both(make_cluster):
     with pytest.raises(InvalidError, match="fingerprint"):
         cluster.register("p0", epoch=2, fingerprint=b"other")  # d0 still has the old one
     assert cluster.beat("p0")
+
+
+def test_another_block_format_is_told_both(make_cluster):
+    other = BlockFormat(2, 1, 4, 32, "float32", 1)
+    with pytest.raises(InvalidError, match=r"block_tokens=32.*block_tokens=16"):
+        make_cluster().register("p9", format=other)
 
 
 def test_a_pool_ends_with_its_last_instance(make_cluster):

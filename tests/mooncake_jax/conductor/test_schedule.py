@@ -179,7 +179,7 @@ def problems(draw):
     return view, PrefixLengths(np.array(local, np.int64), best, "n" if best else "")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     problem=problems(),
     num_tokens=st.integers(1, 500),

@@ -78,6 +78,13 @@ def test_flags_of_an_earlier_generation_do_not_count(region):
     assert not kv.is_complete
 
 
+def test_old_bytes_that_look_like_flags_do_not_count(region):
+    region.memory.view("<u4")[:] = 1  # the first generation
+    handle = region.staging.reserve(Z, 0.0)
+    assert handle.generation == 1
+    assert region.staging.take(handle, 0.0).num_arrived == 0
+
+
 @pytest.mark.parametrize("where", ["data", "crc"])
 def test_damage_is_found(region, where):
     handle = region.staging.reserve(2 * Z, 0.0)

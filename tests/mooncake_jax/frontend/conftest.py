@@ -8,11 +8,11 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from fakes.answers import ByteTokenizer
 
 from mooncake_jax.frontend.app import build_app
 from mooncake_jax.frontend.config import FrontendConfig
 from mooncake_jax.frontend.server import HttpServer
-from fakes.answers import ByteTokenizer
 
 MODEL = "fake"
 

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from fakes.answers import EOS, ScriptedBackend
 from openai import OpenAI
 
 from kvstore.errors import (
@@ -13,7 +14,6 @@ from kvstore.errors import (
     RefusedError,
     UnavailableError,
 )
-from fakes.answers import EOS, ScriptedBackend
 
 TEXT = "Zwölf Boxkämpfer 🥊 jagen Viktor quer über den großen Sylter Deich"
 

@@ -5,7 +5,6 @@ import json
 import socket
 
 import pytest
-
 from fakes.answers import ScriptedBackend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

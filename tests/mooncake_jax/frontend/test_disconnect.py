@@ -5,7 +5,6 @@ import socket
 import time
 
 import pytest
-
 from fakes.answers import ScriptedBackend
 
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 
 import pytest
+from fakes.roles import FakeRoles, full
 
 from kvstore.errors import (
     ExhaustedError,
@@ -18,21 +19,27 @@ from mooncake_jax.frontend.backend import Started
 from mooncake_jax.frontend.dispatch import Dispatcher
 from mooncake_jax.frontend.metrics import Metrics
 from mooncake_jax.request import PrefillDone, Request, TokenEvent
-from fakes.roles import FakeRoles, full
 
 CLEAN = {"bookings": 0, "staged": 0, "streams": 0}
 
 
+@contextmanager
+def balanced(roles):
+    """At the end, all that was taken has been given back."""
+    try:
+        yield roles
+        deadline = time.monotonic() + 10
+        while roles.books != CLEAN and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert roles.books == CLEAN
+    finally:
+        roles.close()
+
+
 @pytest.fixture
 def roles():
-    roles = FakeRoles()
-    yield roles
-    deadline = time.monotonic() + 10
-    while roles.books != CLEAN and time.monotonic() < deadline:
-        time.sleep(0.005)
-    books = roles.books
-    roles.close()
-    assert books == CLEAN
+    with balanced(FakeRoles()) as roles:
+        yield roles
 
 
 def dispatch(roles, use, **options):
@@ -106,16 +113,14 @@ def test_one_token_needs_no_staging(roles, stop, reason):
 
 @pytest.mark.parametrize("gate", ["prefill.start", "reserve"])
 def test_a_failure_before_the_first_token_is_tried_elsewhere(gate):
-    roles = FakeRoles(num_decode=2)
-    roles.gates.fail[gate] = [UnavailableError("dying")]
-    events, error = ask(roles)
+    with balanced(FakeRoles(num_decode=2)) as roles:
+        roles.gates.fail[gate] = [UnavailableError("dying")]
+        events, error = ask(roles)
     failed = "prefill-0" if gate == "prefill.start" else "decode-0"
     assert error is None
     assert answer(events) == ([4, 5, 6, 7, 8], "length")
     assert [call for call in roles.calls if call[0] == "place"] == [("place", ()), ("place", (failed,))]
     assert ("end", "all", False) in roles.calls
-    assert roles.books == CLEAN
-    roles.close()
 
 
 def test_a_dead_prefill_is_avoided(roles):

@@ -190,7 +190,6 @@ def test_a_fetch_that_fails_under_way_is_told_to_who_loads(store):
     assert (np.stack(prefix.load(0)) == store.blocks[:5, :2]).all()
     with pytest.raises(PrefixLostError, match="layer group 1 did not arrive"):
         prefix.load(1)
-    prefix.drop_fetched()
     assert (prefix.begin(), prefix.num_fetched) == (2, 0)
     store.check_bytes(prefix)
     prefix.close()
@@ -212,7 +211,6 @@ def test_a_fetched_block_that_is_evicted_before_it_is_leased_is_lost(store):
     if usable:  # the fetch was still under way
         with pytest.raises(PrefixLostError):
             prefix.load(FORMAT.num_groups - 1)
-        prefix.drop_fetched()
         assert prefix.begin() == 0
     prefix.close()
     del store.home.lease

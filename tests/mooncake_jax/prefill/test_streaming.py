@@ -28,7 +28,7 @@ class Bench:
 
     def __init__(self, num_blocks: int = 4, home_slots: int = 8):
         self.prefill, self.decode = (
-            TransferEngine(host_id="a", timeout_seconds=5.0),
+            TransferEngine(host_id="a", timeout_seconds=30.0),
             TransferEngine(host_id="b"),
         )
         self.home = Node(NodeConfig("home", "a", home_slots * FORMAT.nbytes, FORMAT.nbytes), self.prefill)
@@ -211,6 +211,16 @@ def test_what_cannot_be_delivered_fails_the_stream_but_stays_at_home(bench):
     stream.close()
     assert not bench.flags.any()
     assert bench.home.stats()["reserved"] == 0
+
+
+def test_a_part_that_did_not_arrive_is_not_flagged(bench):
+    bench.prefill.faults = Faults(dead=True, only=lambda request: request.local.nbytes >= FORMAT.group_nbytes)
+    stream = bench.stream(num_keys=0)
+    add_all(stream, kv(1), Z)
+    with pytest.raises(UnavailableError):
+        stream.finish()
+    stream.close()
+    assert not bench.flags.any()
 
 
 def test_close_waits_for_the_write_on_its_way_and_drops_the_rest(bench):

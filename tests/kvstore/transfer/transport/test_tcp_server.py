@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.transfer import READ, TransferError, TransferRequest
 from kvstore.transfer.registry import Registry
-from kvstore.transfer.segment import Peer
+from kvstore.transfer.segment import Peer, Segment
 from kvstore.transfer.transport import wire
 from kvstore.transfer.transport.tcp_server import TcpServer, listen
 
@@ -116,16 +116,16 @@ MAGIC = wire.FRAME_MAGIC
 @pytest.mark.parametrize(
     "header",
     [
-        (MAGIC ^ 1, 1, 0, 1, 1, 1000, 1),
-        (MAGIC, 0, 0, 1, 1, 1000, 1),
-        (MAGIC, 3, 0, 1, 1, 1000, 1),
-        (MAGIC, 1, 0, 0, 1, 1000, 1),
-        (MAGIC, 1, 0, 2001, 1, 1000, 1),
-        (MAGIC, 1, 0, 1, 0, 1000, 1),
-        (MAGIC, 1, 0, 1, 1025, 1000, 1),
-        (MAGIC, 1, 0, 1, 2**32 - 1, 1000, 1),
-        (MAGIC, 2, 0, 1, 1, 1000, (16 << 20) + 1),
-        (MAGIC, 2, 0, 1, 1, 1000, 2**64 - 1),
+        (MAGIC ^ 1, 1, 0, 1, 1, 3_600_000, 1),
+        (MAGIC, 0, 0, 1, 1, 3_600_000, 1),
+        (MAGIC, 3, 0, 1, 1, 3_600_000, 1),
+        (MAGIC, 1, 0, 0, 1, 3_600_000, 1),
+        (MAGIC, 1, 0, 2001, 1, 3_600_000, 1),
+        (MAGIC, 1, 0, 1, 0, 3_600_000, 1),
+        (MAGIC, 1, 0, 1, 1025, 3_600_000, 1),
+        (MAGIC, 1, 0, 1, 2**32 - 1, 3_600_000, 1),
+        (MAGIC, 2, 0, 1, 1, 3_600_000, (16 << 20) + 1),
+        (MAGIC, 2, 0, 1, 1, 3_600_000, 2**64 - 1),
     ],
 )
 def test_headers_out_of_limits_end_the_connection_before_anything_is_allocated(dial, header):
@@ -243,18 +243,28 @@ def test_a_claim_of_much_memory_costs_none(dial):
         assert (int(file.read().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 8 << 20
 
 
-@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 40, b"", b"\0" * 32])
-def test_a_client_of_something_else_fails_with_a_reason(make_engine, reply):
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 40, "not a transfer engine"),
+        (bytes(wire.HELLO.size), "not a transfer engine"),
+        (b"", "closed the connection"),
+        (wire.HELLO.pack(wire.MAGIC, wire.VERSION, wire.HELLO_OK, 0, 1, 0), "stale segment"),
+    ],
+    ids=["http", "zeros", "nothing", "another epoch"],
+)
+def test_an_address_where_something_else_answers_fails_with_a_reason(make_engine, reply, reason):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        segment = make_engine().register_local_memory(bytearray(10), name="m")
-        segment.peer.rails[:] = [other.getsockname()]
+        peer = Peer(2, "other", [other.getsockname()])
         engine = make_engine()
         batch = engine.allocate_batch_id(1)
-        engine.submit_transfer(batch, [TransferRequest(READ, memoryview(bytearray(10)), segment, 0)])
+        request = TransferRequest(READ, memoryview(bytearray(10)), Segment(peer, "m", 10), 0)
+        engine.submit_transfer(batch, [request])
         sock, _ = other.accept()
         with sock:
             sock.sendall(reply)
-            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # the engine may have left by now
+                sock.shutdown(socket.SHUT_WR)
             (status,) = engine.wait(batch, 30)
     assert status.state == "FAILED"
-    assert "not a transfer engine" in status.reason or "closed the connection" in status.reason
+    assert reason in status.reason

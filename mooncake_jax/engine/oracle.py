@@ -1,0 +1,141 @@
+"""The oracle: one process, one request at a time, no store, no reuse; what a served answer is compared
+with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mooncake_jax.engine.contract import BatchRows, DecodeEngine, GroupKV, Sampled
+from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
+from mooncake_jax.equality import TokenScores
+from mooncake_jax.request import FinishReason, Request
+
+
+class Answer(NamedTuple):
+    """A whole answer. A stop token is its last token, with finish "stop"; it is no part of the text."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason | None  # None: cancelled
+
+
+class Monolith:
+    """Both engines in one thread: prefill draws token 0 of the answer, decode goes on. Uses slot 0 of each.
+
+    Meets the same two engines as the served path, and nothing else of it: no store, no stream, no batch
+    mates.
+    """
+
+    def __init__(self, prefill: JaxPrefillEngine, decode: DecodeEngine) -> None:
+        if prefill.format != decode.format or prefill.fingerprint != decode.fingerprint:
+            raise ValueError("prefill and decode engines of different models cannot work together")
+        self._prefill = prefill
+        self._decode = decode
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt plus answer."""
+        return min(self._prefill.max_tokens, self._decode.max_tokens)
+
+    def warm_up(self) -> None:
+        """Compile both engines; their `compiles_after_ready` count from here."""
+        self._prefill.warm_up()
+        self._decode.warm_up()
+        self._prefill.warm_up()
+
+    def generate(
+        self,
+        request: Request,
+        on_token: Callable[[int, float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Answer:
+        """Answer `request` from nothing. `on_token` hears every token; `cancelled` is asked before every
+        step.
+
+        Raises ValueError if prompt and answer do not fit, or a token is out of range.
+        """
+        prompt = np.asarray(request.tokens, np.int32)
+        if prompt.size + request.max_tokens > self.max_tokens:
+            raise ValueError(
+                f"{prompt.size} prompt tokens and {request.max_tokens} to come: the engines hold {self.max_tokens}"
+            )
+        tokens: list[int] = []
+        logprobs: list[float] = []
+
+        def take(token: int, logprob: float) -> FinishReason | None:
+            tokens.append(token)
+            logprobs.append(logprob)
+            if on_token is not None:
+                on_token(token, logprob)
+            if token in request.stop_token_ids:
+                return "stop"
+            return "length" if len(tokens) == request.max_tokens else None
+
+        first = self._compute_prompt(prompt, request, cancelled)
+        if first is None:
+            return Answer(tokens, logprobs, None)
+        finish = take(first.token, first.logprob)
+        while finish is None:
+            if cancelled is not None and cancelled():
+                break
+            rows = self._rows(request, tokens[-1], position=prompt.size + len(tokens) - 1, step=len(tokens))
+            drawn, drawn_logprobs = self._decode.generate(rows)
+            finish = take(int(drawn[0]), float(drawn_logprobs[0]))
+        return Answer(tokens, logprobs, finish)
+
+    def score(self, prompt_tokens: Sequence[int], answer_tokens: Sequence[int]) -> TokenScores:
+        """Teacher-forced scores of every answer token, `[T]`; the first call of each tile size compiles."""
+        if not len(prompt_tokens) or not len(answer_tokens):
+            raise ValueError("scoring needs at least one prompt token and one answer token")
+        sequence = np.asarray([*prompt_tokens, *answer_tokens], np.int32)
+        inputs, targets = sequence[:-1], sequence[1:]
+        step = self._prefill.tile_tokens
+        tiles = [
+            self._prefill.score(0, inputs[start : start + step], start, targets[start : start + step])
+            for start in range(0, inputs.size, step)
+        ]
+        return TokenScores(
+            *(np.concatenate(parts)[len(prompt_tokens) - 1 :] for parts in zip(*tiles, strict=True))
+        )
+
+    def _compute_prompt(
+        self, prompt: np.ndarray, request: Request, cancelled: Callable[[], bool] | None
+    ) -> Sampled | None:
+        """Prefill the prompt and put its KV into decode; None if cancelled."""
+        form, step = self._prefill.format, self._prefill.tile_tokens
+        blocks = np.zeros((form.num_blocks(prompt.size), *form.shape), form.item_dtype)
+        first: Sampled | None = None
+        for start in range(0, prompt.size, step):
+            if cancelled is not None and cancelled():
+                return None
+            tile = prompt[start : start + step]
+            sample = request.sampling if start + step >= prompt.size else None
+            for item in self._prefill.prefill(0, tile, start, sample=sample):
+                if isinstance(item, GroupKV):
+                    layers = slice(
+                        item.group * form.layers_per_group, (item.group + 1) * form.layers_per_group
+                    )
+                    blocks[item.first_block : item.first_block + len(item.blocks), layers] = item.blocks
+                else:
+                    first = item
+        for start in range(0, len(blocks), self._decode.insert_blocks):
+            self._decode.insert(0, start, blocks[start : start + self._decode.insert_blocks])
+        return first
+
+    def _rows(self, request: Request, token: int, *, position: int, step: int) -> BatchRows:
+        slots = self._decode.num_slots
+        sampling = request.sampling
+        return BatchRows(
+            active=np.arange(slots) == 0,
+            tokens=np.full(slots, token, np.int32),
+            positions=np.full(slots, position, np.int32),
+            steps=np.full(slots, step, np.int32),
+            temperature=np.full(slots, sampling.temperature, np.float32),
+            top_k=np.full(slots, sampling.top_k, np.int32),
+            top_p=np.full(slots, sampling.top_p, np.float32),
+            seed=np.full(slots, sampling.seed, np.uint32),
+        )
