@@ -18,9 +18,6 @@ from absl import flags
 from launch.flags import define, keep_compiled_programs, pin_to_cores
 from launch.instance import ENGINE_FLAGS, engine_arguments, instance_config
 from launch.process import run_role
-from mooncake_jax.decode.config import DecodeConfig
-from mooncake_jax.engine.jax_decode import JaxDecodeEngine
-from mooncake_jax.instance import start_decode
 
 define(*ENGINE_FLAGS)
 SLOTS = flags.DEFINE_integer("slots", 8, "Requests in a batch.", 1)
@@ -29,6 +26,10 @@ STAGING_BYTES = flags.DEFINE_integer("staging_bytes", 512 << 20, "Memory for arr
 
 def build(stack: ExitStack) -> tuple[str, str]:
     pin_to_cores()
+    from mooncake_jax.decode.config import DecodeConfig
+    from mooncake_jax.engine.jax_decode import JaxDecodeEngine
+    from mooncake_jax.instance import start_decode
+
     keep_compiled_programs()
     engine = JaxDecodeEngine(**engine_arguments(SLOTS.value))
     instance = start_decode(instance_config(), engine, DecodeConfig(staging_nbytes=STAGING_BYTES.value))

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from absl import flags
 
 from launch.flags import define, keep_compiled_programs, pin_to_cores
-from launch.model_source import load_without_weights, served_name
 from launch.process import UsageError, run_role
 from mooncake_jax.frontend.app import build_app
 from mooncake_jax.frontend.backend import Backend
@@ -37,6 +36,10 @@ FLAGS = flags.FLAGS
 
 def build(stack: ExitStack) -> tuple[str, str]:
     pin_to_cores()
+    if MODE.value == "cluster" and not CONDUCTOR.value:
+        raise UsageError("--conductor=host:port is missing; without a cluster, use --mode=monolith")
+    from launch.model_source import load_without_weights, served_name
+
     text = load_without_weights(FLAGS.model)
     config = FrontendConfig(
         SERVED_NAME.value or served_name(FLAGS.model),
@@ -57,8 +60,6 @@ def _backend() -> Backend:
 
         keep_compiled_programs()
         return monolith_backend()
-    if not CONDUCTOR.value:
-        raise UsageError("--conductor=host:port is missing; without a cluster, use --mode=monolith")
     return Dispatcher(CONDUCTOR.value, reserve_patience_seconds=PATIENCE.value)
 
 

@@ -1,16 +1,18 @@
-"""What the prefill and decode launchers have in common: flags to config and engine arguments."""
+"""What the prefill and decode launchers have in common: flags to config and engine arguments.
+
+What takes long to import is imported when it is needed: `--help` and a bad flag are answered at once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from kvstore.block import pool_fingerprint
-from launch.model_source import load, served_name
 from launch.process import UsageError
-from mooncake_jax.engine.jax_prefill import block_format
-from mooncake_jax.instance import InstanceConfig
+
+if TYPE_CHECKING:
+    from mooncake_jax.instance import InstanceConfig
 
 ENGINE_FLAGS = (
     "name",
@@ -31,6 +33,10 @@ FLAGS = flags.FLAGS
 
 def engine_arguments(num_slots: int) -> dict[str, Any]:
     """Loads the model; keyword arguments of a JAX engine. Raises UsageError."""
+    from kvstore.block import pool_fingerprint
+    from launch.model_source import load
+    from mooncake_jax.engine.jax_prefill import block_format
+
     model = load(FLAGS.model, FLAGS.dtype)
     longest = model.cfg.max_position
     if FLAGS.max_tokens > longest:
@@ -47,6 +53,9 @@ def engine_arguments(num_slots: int) -> dict[str, Any]:
 
 def instance_config() -> InstanceConfig:
     """From the shared flags."""
+    from launch.model_source import served_name
+    from mooncake_jax.instance import InstanceConfig
+
     return InstanceConfig(
         name=FLAGS.name,
         model=served_name(FLAGS.model),

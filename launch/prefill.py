@@ -18,9 +18,6 @@ from absl import flags
 from launch.flags import define, keep_compiled_programs, pin_to_cores
 from launch.instance import ENGINE_FLAGS, engine_arguments, instance_config
 from launch.process import run_role
-from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
-from mooncake_jax.instance import start_prefill
-from mooncake_jax.prefill.config import PrefillConfig
 
 define(*ENGINE_FLAGS)
 SLOTS = flags.DEFINE_integer("slots", 2, "Prompts in the device cache at a time.", 1)
@@ -29,6 +26,10 @@ MAX_QUEUE = flags.DEFINE_integer("max_queue", 64, "Requests queued or running; m
 
 def build(stack: ExitStack) -> tuple[str, str]:
     pin_to_cores()
+    from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
+    from mooncake_jax.instance import start_prefill
+    from mooncake_jax.prefill.config import PrefillConfig
+
     keep_compiled_programs()
     engine = JaxPrefillEngine(**engine_arguments(SLOTS.value))
     instance = start_prefill(instance_config(), engine, PrefillConfig(max_queue=MAX_QUEUE.value))

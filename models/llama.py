@@ -84,7 +84,7 @@ def init_params(cfg: LlamaConfig, seed: int, dtype: str) -> Params:
 
 
 def check_params(cfg: LlamaConfig, params: Params, dtype: str) -> None:
-    """Raise ValueError naming the first parameter whose place, shape or dtype is not that of `param_table`."""
+    """Raise ValueError naming the first parameter whose place, shape or dtype is not `param_table`'s."""
     expected = dict(_named_leaves(abstract_params(cfg, dtype)))
     actual = dict(_named_leaves(params))
     if missing := sorted(expected.keys() - actual.keys()):
@@ -192,7 +192,7 @@ def head(cfg: LlamaConfig, platform: Platform, params: Params, x: jax.Array) -> 
 
 
 def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype with float32 accumulation and result."""
+    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype, accumulated in float32; float32 result."""
     rows = x.shape[0]
     x = x.astype(weight.dtype)
     if rows < platform.min_dot_rows:

@@ -51,7 +51,7 @@ class Platform:
 CPU = Platform(
     name="cpu",
     bf16_as_bits=True,
-    min_dot_rows=2,  # a bf16 matrix-vector product misses the matrix units and is 6 times slower than two rows
+    min_dot_rows=2,  # a bf16 matrix-vector product misses the matrix units: 6 times slower than two rows
     weights_first_rows=64,
     short_exp2=True,
     tile_tokens=512,

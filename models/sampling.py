@@ -20,14 +20,17 @@ _COLUMNS = 256  # of the two-level search for the drawn token
 _ONE_BITS = 0x3F800000  # float32 1.0: no probability is larger
 
 
+Column = jax.Array | np.ndarray
+
+
 class Draw(NamedTuple):
     """How each row is to be drawn, `[B]` each."""
 
-    temperature: jax.Array | np.ndarray  # float32; 0 is greedy
-    top_k: jax.Array | np.ndarray  # int32; 0: no limit
-    top_p: jax.Array | np.ndarray  # float32
-    seed: jax.Array | np.ndarray  # uint32
-    step: jax.Array | np.ndarray  # int32
+    temperature: Column  # float32; 0 is greedy
+    top_k: Column  # int32; 0: no limit
+    top_p: Column  # float32
+    seed: Column  # uint32
+    step: Column  # int32
 
 
 DRAW_DTYPES = tuple(map(np.dtype, ("float32", "int32", "float32", "uint32", "int32")))  # of Draw's columns
@@ -66,7 +69,7 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     return chosen - top - jnp.log(jnp.exp(logits - top[:, None]).sum(-1))
 
 
-def _uniform(seed: jax.Array, step: jax.Array) -> jax.Array:
+def _uniform(seed: Column, step: Column) -> jax.Array:
     """A number in [0, 1) per row, from its seed and step only."""
 
     def one(seed: jax.Array, step: jax.Array) -> jax.Array:
@@ -94,7 +97,7 @@ def _largest_bits(enough: Callable[[jax.Array], jax.Array], rows: int) -> jax.Ar
     return lax.bitcast_convert_type(low, jnp.float32)
 
 
-def _keep_top_k(weights: jax.Array, top_k: jax.Array) -> jax.Array:
+def _keep_top_k(weights: jax.Array, top_k: Column) -> jax.Array:
     """Zero all but the `top_k` largest weights of each row."""
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, weights.shape[-1]), weights.shape[-1])
     threshold = _largest_bits(
@@ -103,7 +106,7 @@ def _keep_top_k(weights: jax.Array, top_k: jax.Array) -> jax.Array:
     return jnp.where(weights >= threshold[:, None], weights, 0.0)
 
 
-def _keep_top_p(weights: jax.Array, top_p: jax.Array) -> jax.Array:
+def _keep_top_p(weights: jax.Array, top_p: Column) -> jax.Array:
     """Zero all but the smallest set of largest weights that has at least `top_p` of each row's sum."""
     wanted = jnp.minimum(top_p, 1.0) * weights.sum(-1)
     threshold = _largest_bits(

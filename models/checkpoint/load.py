@@ -28,11 +28,11 @@ def load_model(
     verify: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """Load our checkpoint folder, a Hugging Face folder or a GGUF file, recognised by what is there.
+    """Load our checkpoint folder, a Hugging Face folder or a GGUF file, recognised by its content.
 
     `dtype`: "bfloat16" or "float32"; None: as saved (ours), else bfloat16. Without `shardings` parameters are
     NumPy arrays; with one Sharding, or a tree of them like the parameters, each is placed on devices as it is
-    read. Beyond the result, a load needs one parameter and a few MB (our own folders: an eighth of it). `verify`
+    read. Beyond the result, a load needs one parameter and a few MB (our own folders: one twice). `verify`
     is for our own folders: compare the weights' fingerprint. `on_progress(done, total)` in bytes. Raises
     CheckpointError naming file and tensor or field.
     """

@@ -132,8 +132,8 @@ def _restore(path: Path, cfg: LlamaConfig, target: Target) -> Params:
 
 
 def _batch_end(sizes: list[int], start: int) -> int:
-    """Where the parameters that are restored together with `start` end: an eighth of all bytes, one at least."""
-    limit = max(_MIN_BATCH_NBYTES, sum(sizes) // 8)
+    """End of the parameters restored together with `start`: a 16th of all bytes, one at least."""
+    limit = max(_MIN_BATCH_NBYTES, sum(sizes) // 16)
     end = start + 1
     while end < len(sizes) and sum(sizes[start : end + 1]) <= limit:
         end += 1

@@ -29,7 +29,7 @@ class CompileCounter:
         with self._lock:
             return self._total
 
-    def _on_event(self, event: str, _seconds: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILED:
             with self._lock:
                 self._total += 1

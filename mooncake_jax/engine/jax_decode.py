@@ -202,11 +202,11 @@ class JaxDecodeEngine:
         positions, tokens = rows.positions[slots], rows.tokens[slots]
         if np.any((positions < 0) | (positions >= self.max_tokens)):
             raise ValueError(
-                f"positions {positions.tolist()} of slots {slots.tolist()}: expected 0 … {self.max_tokens - 1}"
+                f"positions {positions.tolist()} of slots {slots.tolist()}: 0 … {self.max_tokens - 1}"
             )
         if np.any((tokens < 0) | (tokens >= self._cfg.vocab_size)):
             raise ValueError(
-                f"tokens {tokens.tolist()} of slots {slots.tolist()}: the vocabulary has {self._cfg.vocab_size}"
+                f"tokens {tokens.tolist()} of slots {slots.tolist()}: there are {self._cfg.vocab_size}"
             )
         held = self.format.block_tokens * np.logical_and.accumulate(self._held[slots], axis=1).sum(axis=1)
         if np.any(positions > held):

@@ -1,0 +1,76 @@
+"""Cached attention against the dense reference, and that padding and stale pages are never read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention, cache
+from models.config import preset
+from models.platform import CPU
+
+CFG = preset("tiny")
+SMALL = dataclasses.replace(CPU, prefill_key_tokens=32, decode_key_tokens=((32, 32),))
+S, N, K, H, Z = 75, CFG.num_heads, CFG.num_kv_heads, CFG.head_dim, CFG.block_tokens
+RNG = np.random.default_rng(0)
+Q, KEYS, VALUES = (RNG.normal(size=(S, heads, H)).astype(np.float32) for heads in (N, K, K))
+DENSE = np.asarray(attention.dense_attention(jnp.asarray(Q), jnp.asarray(KEYS), jnp.asarray(VALUES)))
+JUNK = 1e4
+
+
+def filled_pages(num_tokens, *, slots=3, slot=1, num_pages=8):
+    """A cache whose slot holds the first tokens of KEYS and VALUES, and junk everywhere else."""
+    pages = np.full(cache.pages_shape(CFG, slots, num_pages), JUNK, np.float32)
+    for i in range(num_tokens):
+        pages[slot, i // Z, :, 0, i % Z], pages[slot, i // Z, :, 1, i % Z] = KEYS[i], VALUES[i]
+    return jnp.asarray(pages)
+
+
+@pytest.mark.parametrize("start", [0, 16, 32, 48, 64])
+def test_tile_attention_equals_dense_rows(start):
+    tile = slice(start, S)
+    out = jax.jit(attention.tile_attention, static_argnums=(6, 7))(
+        Q[tile], KEYS[tile], VALUES[tile], filled_pages(start), np.int32(1), np.int32(start), SMALL, 2
+    )
+    np.testing.assert_allclose(out, DENSE[tile], atol=2e-5)
+
+
+@pytest.mark.parametrize("position", [0, 15, 16, 31, 32, 74])
+def test_decode_attention_equals_dense_row_whatever_other_slots_do(position):
+    positions = np.array([3, position, 40], np.int32)
+    queries = np.broadcast_to(Q[position], (3, N, H)).copy()
+    out = jax.jit(attention.decode_attention, static_argnums=(4, 5))(
+        queries, filled_pages(position + 1), positions, np.int32(position + 1), SMALL, 2
+    )
+    np.testing.assert_allclose(out[1], DENSE[position], atol=2e-5)
+
+
+def test_short_exp2_is_exact_to_bfloat16():
+    x = -np.abs(RNG.normal(size=4096).astype(np.float32)) * 20
+    x[:4] = [0.0, -1.0, -126.0, -1e30]
+    exp2 = jax.jit(functools.partial(attention.exp2_weights, dtype=jnp.bfloat16, platform=CPU))
+    y = np.asarray(exp2(x)).astype(np.float64)
+    np.testing.assert_allclose(y, np.exp2(np.maximum(x, -126.0).astype(np.float64)), rtol=2**-8)
+
+
+def test_write_rows_leaves_inactive_slots_alone():
+    pages = filled_pages(20)
+    rows = np.ones((3, K, H), np.float32)
+    positions, active = np.array([5, 20, 7], np.int32), np.array([False, True, False])
+    new = np.asarray(jax.jit(cache.write_rows)(pages, rows, rows * 2, positions, active))
+    changed = np.argwhere((new != np.asarray(pages)).any(axis=(2, 3, 5)))
+    assert changed.tolist() == [[1, 20 // Z, 20 % Z]]
+    assert (new[1, 1, :, 0, 4] == 1).all()
+    assert (new[1, 1, :, 1, 4] == 2).all()
+
+
+def test_pages_of_a_tile_are_zero_past_the_valid_tokens():
+    keys = np.ones((32, K, H), np.float32)
+    pages = np.asarray(cache.to_pages(CFG, jnp.asarray(keys), jnp.asarray(keys), np.int32(18)))
+    assert pages.shape == (2, K, 2, Z, H)
+    assert pages[0].min() == 1
+    assert pages[1, :, :, :2].min() == 1
+    assert pages[1, :, :, 2:].max() == 0
