@@ -22,6 +22,7 @@ from launch.process import run_role
 define(*ENGINE_FLAGS)
 SLOTS = flags.DEFINE_integer("slots", 8, "Requests in a batch.", 1)
 STAGING_BYTES = flags.DEFINE_integer("staging_bytes", 512 << 20, "Memory for arriving KV, in bytes.", 1)
+FLAGS = flags.FLAGS
 
 
 def build(stack: ExitStack) -> tuple[str, str]:
@@ -30,11 +31,11 @@ def build(stack: ExitStack) -> tuple[str, str]:
     from mooncake_jax.engine.jax_decode import JaxDecodeEngine
     from mooncake_jax.instance import start_decode
 
-    keep_compiled_programs()
-    engine = JaxDecodeEngine(**engine_arguments(SLOTS.value))
+    keep_compiled_programs(FLAGS.compile_cache)
+    engine = JaxDecodeEngine(**engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value))
     instance = start_decode(instance_config(), engine, DecodeConfig(staging_nbytes=STAGING_BYTES.value))
     stack.callback(instance.close)
-    return flags.FLAGS.name, instance.address
+    return FLAGS.name, instance.address
 
 
 if __name__ == "__main__":

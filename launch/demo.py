@@ -2,9 +2,10 @@
 
     python -m launch.demo
 
-Fetches SmolLM2-135M-Instruct, starts every role, asks a chat question, three questions about one long document
-(the last one placed on the other prefill node, which has to fetch the KV over TCP), and a conversation of two
-turns; then stops the cluster and scores every answer with the monolithic engine. Writes demo/summary.json.
+Fetches SmolLM2-135M-Instruct, starts every role, asks a chat question, three questions about one long
+document (the last placed on the other prefill node, which has to fetch the KV over TCP), and a conversation
+of two turns; then stops the cluster and scores every answer with the monolithic engine. Writes
+demo/summary.json.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def run() -> bool:
         exchanges = ask_all(client)
         moved, compiles = client.settled_counters()
     print("the cluster is stopped; checking the answers against one process", flush=True)
-    checks = check(exchanges, model, DTYPE, MAX_TOKENS)
+    checks = check(exchanges, model, DTYPE, MAX_TOKENS, config.compile_cache)
     outcome = Outcome(exchanges, checks, moved, compiles)
     write_summary(FOLDER / "summary.json", outcome)
     outcome.show()

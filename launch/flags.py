@@ -50,12 +50,12 @@ def pin_to_cores() -> None:
         raise UsageError(f"--cores={','.join(flags.FLAGS.cores)}: expected numbers, such as 0,1") from None
 
 
-def keep_compiled_programs() -> None:
-    """Do what --compile_cache says, before anything is compiled."""
-    if not flags.FLAGS.compile_cache:
+def keep_compiled_programs(folder: str) -> None:
+    """Do what --compile_cache=`folder` says, before anything is compiled."""
+    if not folder:
         return
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(Path(flags.FLAGS.compile_cache).absolute()))
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -19,6 +19,7 @@ from mooncake_jax.frontend.app import build_app
 from mooncake_jax.frontend.backend import Backend
 from mooncake_jax.frontend.config import FrontendConfig
 from mooncake_jax.frontend.dispatch import Dispatcher
+from mooncake_jax.frontend.monolith import MonolithBackend, SoloEngine
 from mooncake_jax.frontend.server import HttpServer
 
 define("host", "port", "model", "dtype", "max_tokens", "cores", "compile_cache")
@@ -56,11 +57,15 @@ def build(stack: ExitStack) -> tuple[str, str]:
 
 def _backend() -> Backend:
     if MODE.value == "monolith":
-        from launch.monolith import monolith_backend
-
-        keep_compiled_programs()
-        return monolith_backend()
+        return MonolithBackend(_monolith)
     return Dispatcher(CONDUCTOR.value, reserve_patience_seconds=PATIENCE.value)
+
+
+def _monolith() -> SoloEngine:
+    from launch.monolith import load_monolith
+
+    keep_compiled_programs(FLAGS.compile_cache)
+    return load_monolith(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens)
 
 
 if __name__ == "__main__":

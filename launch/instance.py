@@ -31,23 +31,23 @@ ENGINE_FLAGS = (
 FLAGS = flags.FLAGS
 
 
-def engine_arguments(num_slots: int) -> dict[str, Any]:
-    """Loads the model; keyword arguments of a JAX engine. Raises UsageError."""
+def engine_arguments(source: str, dtype: str, max_tokens: int, num_slots: int) -> dict[str, Any]:
+    """Loads the model: arguments of a JAX engine. `max_tokens` 0: as the model allows. Raises UsageError."""
     from kvstore.block import pool_fingerprint
     from launch.model_source import load
     from mooncake_jax.engine.jax_prefill import block_format
 
-    model = load(FLAGS.model, FLAGS.dtype)
+    model = load(source, dtype)
     longest = model.cfg.max_position
-    if FLAGS.max_tokens > longest:
-        raise UsageError(f"--max_tokens={FLAGS.max_tokens}: the model has positions for {longest}")
+    if max_tokens > longest:
+        raise UsageError(f"--max_tokens={max_tokens}: the model has positions for {longest}")
     return {
         "cfg": model.cfg,
         "params": model.params,
-        "dtype": FLAGS.dtype,
+        "dtype": dtype,
         "num_slots": num_slots,
-        "max_tokens": FLAGS.max_tokens or longest,
-        "fingerprint": pool_fingerprint(model.fingerprint, block_format(model.cfg, FLAGS.dtype)),
+        "max_tokens": max_tokens or longest,
+        "fingerprint": pool_fingerprint(model.fingerprint, block_format(model.cfg, dtype)),
     }
 
 

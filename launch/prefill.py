@@ -22,6 +22,7 @@ from launch.process import run_role
 define(*ENGINE_FLAGS)
 SLOTS = flags.DEFINE_integer("slots", 2, "Prompts in the device cache at a time.", 1)
 MAX_QUEUE = flags.DEFINE_integer("max_queue", 64, "Requests queued or running; more are refused.", 1)
+FLAGS = flags.FLAGS
 
 
 def build(stack: ExitStack) -> tuple[str, str]:
@@ -30,11 +31,11 @@ def build(stack: ExitStack) -> tuple[str, str]:
     from mooncake_jax.instance import start_prefill
     from mooncake_jax.prefill.config import PrefillConfig
 
-    keep_compiled_programs()
-    engine = JaxPrefillEngine(**engine_arguments(SLOTS.value))
+    keep_compiled_programs(FLAGS.compile_cache)
+    engine = JaxPrefillEngine(**engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value))
     instance = start_prefill(instance_config(), engine, PrefillConfig(max_queue=MAX_QUEUE.value))
     stack.callback(instance.close)
-    return flags.FLAGS.name, instance.address
+    return FLAGS.name, instance.address
 
 
 if __name__ == "__main__":

@@ -54,12 +54,12 @@ def param_table(cfg: LlamaConfig) -> Params:
         "down": Param((cfg.d_model, cfg.d_ff), ("embed", "mlp"), gain=1.0),
     }
     table: Params = {
-        "embed": Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=2.0),
+        "embed": Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=3.0),
         "layers": [dict(layer) for _ in range(cfg.num_layers)],
         "final_norm": Param((cfg.d_model,), (None,)),
     }
     if not cfg.tie_embeddings:
-        table["lm_head"] = Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=2.0)
+        table["lm_head"] = Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=3.0)
     return table
 
 

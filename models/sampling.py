@@ -73,9 +73,8 @@ def _uniform(seed: Column, step: Column) -> jax.Array:
     """A number in [0, 1) per row, from its seed and step only."""
 
     def one(seed: jax.Array, step: jax.Array) -> jax.Array:
-        return jax.random.uniform(
-            jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step), (), jnp.float32
-        )
+        key = jax.random.wrap_key_data(jnp.stack([seed, step.astype(jnp.uint32)]), impl="threefry2x32")
+        return jax.random.uniform(key, (), jnp.float32)
 
     return jax.vmap(one)(seed, step)
 

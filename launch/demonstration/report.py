@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.demonstration.client import Exchange
+from mooncake_jax.equality import EqualityReport
 
 
 def show(exchange: Exchange) -> None:
@@ -21,31 +22,30 @@ def show(exchange: Exchange) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All of a demo's results. `equal[i]` belongs to `exchanges[i]`."""
+    """All of a demo's results. `checks[i]` belongs to `exchanges[i]`."""
 
     exchanges: list[Exchange]
-    equal: list[bool]
+    checks: list[EqualityReport]
     moved_nbytes: dict[str, int]
     compiles_after_ready: int
 
     @property
     def all_equal(self) -> bool:
-        return all(self.equal)
+        return all(check.equal for check in self.checks)
 
     def show(self) -> None:
-        print(
-            f"\n{'request':<12} {'prompt':>6} {'reused':>6} {'fetched':>7} {'TTFT':>8}  {'prefill':<10} equal"
-        )
-        for one, equal in zip(self.exchanges, self.equal, strict=True):
+        print(f"\n{'request':<12}{'prompt':>7}{'reused':>8}{'fetched':>9}{'TTFT':>10}  {'prefill':<11}equal")
+        for one, check in zip(self.exchanges, self.checks, strict=True):
+            counts = f"{len(one.prompt):>7}{one.cached_tokens:>8}{one.fetched_tokens:>9}"
+            verdict = f"yes, mean |Δlogprob| {check.mean_abs_dlogprob:.4f}"
             print(
-                f"{one.id:<12} {len(one.prompt):>6} {one.cached_tokens:>6} {one.fetched_tokens:>7}"
-                f" {one.ttft_seconds:>6.3f} s  {one.prefill:<10} {'yes' if equal else 'NO'}"
+                f"{one.id:<12}{counts}{one.ttft_seconds:>8.3f} s  {one.prefill:<11}"
+                f"{check.first_violation or verdict}"
             )
         moved = ", ".join(f"{nbytes / 1e6:.1f} MB by {path}" for path, nbytes in self.moved_nbytes.items())
         print(f"\nKV moved: {moved}; programs compiled after ready: {self.compiles_after_ready}")
-        print(
-            "every answer equals the monolith's" if self.all_equal else "ANSWERS DIFFER FROM THE MONOLITH'S"
-        )
+        verdict = "equals" if self.all_equal else "DOES NOT EQUAL"
+        print(f"every answer {verdict} that of one process (the rule for bfloat16: |Δlogprob| at most 0.2)")
 
 
 def write_summary(path: Path, outcome: Outcome) -> None:
@@ -59,9 +59,9 @@ def write_summary(path: Path, outcome: Outcome) -> None:
             "decode": one.decode,
             "ttft_seconds": one.ttft_seconds,
             "text": one.text,
-            "equal_to_monolith": equal,
+            "equal_to_monolith": check.equal,
         }
-        for one, equal in zip(outcome.exchanges, outcome.equal, strict=True)
+        for one, check in zip(outcome.exchanges, outcome.checks, strict=True)
     ]
     summary = {
         "requests": requests,

@@ -317,6 +317,26 @@ def test_an_error_of_the_decode_engine_fails_who_was_in_the_step():
         assert cluster.ask(active).tokens == answer(active, 6)
 
 
+def test_staging_memory_is_free_while_the_answer_is_generated():
+    in_batch, go = threading.Event(), threading.Event()
+
+    def before_step(rows) -> None:
+        in_batch.set()
+        assert go.wait(60)
+
+    engine = lambda: FakeDecodeEngine(before_step=before_step)  # noqa: E731
+    with (
+        FakeCluster(num_prefill=1, num_decode=1, decode_engine=engine) as cluster,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(cluster.ask, prompt(9))
+        assert in_batch.wait(60)
+        books = cluster.books("decode-0")
+        go.set()
+        assert running.result().tokens == answer(prompt(9), 6)
+        assert (books["used_slots"], books["staging_nbytes"]) == (1, 0)
+
+
 def test_a_short_prompt_passes_a_long_one_at_a_tile_edge():
     first_tile, go = threading.Event(), threading.Event()
 

@@ -14,7 +14,10 @@ CFG = preset("tiny")
 
 def test_the_table_has_the_published_number_of_parameters():
     def count(name):
-        return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(llama.abstract_params(PRESETS[name], "bfloat16")))
+        return sum(
+            int(np.prod(leaf.shape))
+            for leaf in jax.tree.leaves(llama.abstract_params(PRESETS[name], "bfloat16"))
+        )
 
     assert count("smollm2-135m") == 134_515_008
     assert count("llama3-8b") == 8_030_261_248

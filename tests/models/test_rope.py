@@ -19,7 +19,9 @@ def test_unscaled_frequencies_fall_from_one_to_theta():
 
 def test_linear_scaling_divides_all():
     plain = rope.inverse_frequencies(dataclasses.replace(CFG, rope_scaling=None))
-    scaled = rope.inverse_frequencies(dataclasses.replace(CFG, rope_scaling=RopeScaling("linear", factor=4.0)))
+    scaled = rope.inverse_frequencies(
+        dataclasses.replace(CFG, rope_scaling=RopeScaling("linear", factor=4.0))
+    )
     np.testing.assert_allclose(scaled, plain / 4.0, rtol=1e-6)
 
 

@@ -25,9 +25,10 @@ sample = jax.jit(sampling.sample)
 
 
 def many(logits, n, **how):
-    """n draws from one row of logits, by n steps of one seed."""
-    tokens, _ = sample(np.broadcast_to(logits, (n, V)).copy(), draw(n, step=np.arange(n), **how))
-    return np.asarray(tokens)
+    """n draws from one row of logits, by n steps of one seed; in batches of 512, to compile once."""
+    batch = np.broadcast_to(logits, (512, V)).copy()
+    steps = np.arange(n).reshape(-1, 512)
+    return np.concatenate([np.asarray(sample(batch, draw(512, step=step, **how))[0]) for step in steps])
 
 
 def log_softmax(logits):
@@ -85,6 +86,6 @@ def test_a_draw_depends_on_seed_and_step_and_on_neither_slot_nor_neighbours():
     crowd = np.concatenate([LOGITS[1:], LOGITS[:1]])
     together, _ = sample(crowd, draw(4, seed=[1, 2, 3, 42], step=[0, 1, 2, 5]))
     assert int(alone[0]) == int(together[3])
-    tokens = many(LOGITS[0], 64, temperature=2.0, seed=42)
+    tokens = many(LOGITS[0], 512, temperature=2.0, seed=42)
     assert len(set(tokens.tolist())) > 16
-    assert not np.array_equal(tokens, many(LOGITS[0], 64, temperature=2.0, seed=43))
+    assert not np.array_equal(tokens, many(LOGITS[0], 512, temperature=2.0, seed=43))
