@@ -70,7 +70,7 @@ class Supervisor:
         self,
         run_dir: Path,
         *,
-        grace_seconds: float = 10.0,
+        grace_seconds: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Logs go to `run_dir`/NAME.log. `grace_seconds`: from SIGTERM to SIGKILL."""

@@ -6,3 +6,5 @@ from pathlib import Path
 _TESTS = str(Path(__file__).parent)
 if _TESTS not in sys.path:
     sys.path.append(_TESTS)
+
+from e2e.real import compile_cache, engines, oracle  # noqa: E402, F401  fixtures of every test

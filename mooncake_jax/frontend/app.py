@@ -139,7 +139,7 @@ class Frontend:
         if limit is None:
             raise ApiError(
                 503,
-                "not ready: no prefill and decode instance is serving yet",
+                "not ready: no instance serves this model yet",
                 code="not_ready",
                 retry_after_seconds=1.0,
             )

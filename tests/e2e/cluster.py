@@ -5,13 +5,15 @@ are known.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
-from fakes.engine import FINGERPRINT, FORMAT, FakeDecodeEngine, FakePrefillEngine
+from fakes.engine import FakeDecodeEngine, FakePrefillEngine
 
 from kvstore import Directory, DirectoryReplica, chain_keys, root_key
 from kvstore.errors import StaleError
@@ -19,6 +21,7 @@ from kvstore.rpc import Empty, Server, Stub
 from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.service import ConductorService
 from mooncake_jax.decode.config import DecodeConfig
+from mooncake_jax.engine.contract import DecodeEngine, PrefillEngine
 from mooncake_jax.instance import EngineInstance, InstanceConfig, start_decode, start_prefill
 from mooncake_jax.messages import CONDUCTOR, DECODE, PREFILL, PlaceRequest, RequestEnd
 from mooncake_jax.prefill.config import PrefillConfig
@@ -58,7 +61,7 @@ class Answer:
 class Call:
     """One request, step by step; `cancel` from any thread ends whatever step is under way."""
 
-    def __init__(self, cluster: FakeCluster, request: Request):
+    def __init__(self, cluster: LocalCluster, request: Request):
         self._cluster, self.request = cluster, request
         self._lock = threading.Lock()
         self._cancelled = False
@@ -131,8 +134,8 @@ class Call:
         return list(replies)
 
 
-class FakeCluster:
-    """Directory, Conductor, and fake prefill and decode instances.
+class LocalCluster:
+    """Directory, Conductor, and prefill and decode instances, with fake engines unless others are given.
 
     `check_idle` compares all books with their start.
     """
@@ -146,8 +149,8 @@ class FakeCluster:
         prefill: PrefillConfig | None = None,
         decode: DecodeConfig | None = None,
         num_home_blocks: int = 256,
-        prefill_engine: Callable[[], FakePrefillEngine] = FakePrefillEngine,
-        decode_engine: Callable[[], FakeDecodeEngine] = FakeDecodeEngine,
+        prefill_engine: Callable[[], PrefillEngine] = FakePrefillEngine,
+        decode_engine: Callable[[], DecodeEngine] = FakeDecodeEngine,
         transfer_timeout_seconds: float = 60.0,
     ):
         """`host_ids`: instance name → host id; equal ones share memory."""
@@ -165,32 +168,32 @@ class FakeCluster:
             self.conductor = Stub(conductor_server.address, CONDUCTOR)
             stack.callback(self.conductor.close)
             self._stubs: dict[str, Stub] = {}
-            self._next_id = 0
+            self._ids = itertools.count(1)
 
-            def config(name: str) -> InstanceConfig:
+            def config(name: str, engine: PrefillEngine | DecodeEngine) -> InstanceConfig:
                 return InstanceConfig(
                     name=name,
                     model="fake",
                     directory_address=directory_server.address,
                     conductor_address=conductor_server.address,
                     host_id=host_ids(name),
-                    dram_nbytes=num_home_blocks * FORMAT.nbytes,
+                    dram_nbytes=num_home_blocks * engine.format.nbytes,
                     heartbeat_seconds=0.2,
                     transfer_timeout_seconds=transfer_timeout_seconds,
                 )
 
-            self.engines: dict[str, FakePrefillEngine | FakeDecodeEngine] = {}
+            self.engines: dict[str, Any] = {}
             self.instances: dict[str, EngineInstance] = {}
             for i in range(num_prefill):
                 name = f"prefill-{i}"
                 self.engines[name] = engine = prefill_engine()
-                self.instances[name] = start_prefill(config(name), engine, prefill or PrefillConfig())
+                self.instances[name] = start_prefill(config(name, engine), engine, prefill or PrefillConfig())
                 stack.callback(self.instances[name].close)
             decode = decode or DecodeConfig(staging_nbytes=1 << 20, quarantine_seconds=0.2)
             for i in range(num_decode):
                 name = f"decode-{i}"
                 self.engines[name] = engine = decode_engine()
-                self.instances[name] = start_decode(config(name), engine, decode)
+                self.instances[name] = start_decode(config(name, engine), engine, decode)
                 stack.callback(self.instances[name].close)
             self._replicas += [instance.client.replica for instance in self.instances.values()]
             total = num_prefill + num_decode
@@ -205,8 +208,7 @@ class FakeCluster:
 
     def call(self, tokens: Sequence[int], max_tokens: int = 6, **fields) -> Call:
         """A request with an id of its own."""
-        self._next_id += 1
-        return Call(self, Request(f"request-{self._next_id}", list(tokens), max_tokens, **fields))
+        return Call(self, Request(f"request-{next(self._ids)}", list(tokens), max_tokens, **fields))
 
     def ask(
         self, tokens: Sequence[int], max_tokens: int = 6, *, avoid: Sequence[str] = (), **fields
@@ -222,7 +224,8 @@ class FakeCluster:
 
     def wait_held(self, node: str, tokens: Sequence[int], blocks: range, salt: str = "") -> None:
         """Returns when the Conductor and all instances know that `node` holds these blocks of `tokens`."""
-        keys = chain_keys(root_key(FINGERPRINT, salt), tokens, FORMAT.block_tokens)
+        engine = self.engines[node]
+        keys = chain_keys(root_key(engine.fingerprint, salt), tokens, engine.format.block_tokens)
         keys = keys[blocks.start : blocks.stop]
         assert len(keys) == len(blocks)
         for replica in self._replicas:
@@ -245,7 +248,7 @@ class FakeCluster:
             stub.close()
         self._stack.close()
 
-    def __enter__(self) -> FakeCluster:
+    def __enter__(self) -> LocalCluster:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP frontend over a `FakeCluster`: what a client sees, with engines whose answers are known."""
+"""The HTTP frontend over a `LocalCluster`: what a client sees, with engines whose answers are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from e2e.cluster import FakeCluster, wait_until
+from e2e.cluster import LocalCluster, wait_until
 from fakes.answers import ByteTokenizer
 from fakes.engine import answer
 
@@ -59,7 +59,7 @@ class HttpFrontend:
 
 
 @contextmanager
-def http_frontend(cluster: FakeCluster):
+def http_frontend(cluster: LocalCluster):
     dispatcher = Dispatcher(cluster.conductor.address)
     config = FrontendConfig("fake", ByteTokenizer.vocab_size)
     server = HttpServer(lambda: build_app(config, ByteTokenizer(), dispatcher))

@@ -1,75 +1,47 @@
 """The served answer equals the oracle's, whatever was reused, from wherever, beside whomever.
 
-A real (small, random) model in float32, whose logits move when one early token changes: `test_llama` proves that.
+A small random model in float32, whose logits move when one early token changes: `test_llama` proves that.
 """
 
-import dataclasses
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-import jax
 import numpy as np
 import pytest
-from e2e.cluster import LocalCluster
+from e2e.real import CFG, Z, arguments, local_cluster
 
-from kvstore.block import pool_fingerprint
-from models.config import preset
-from models.llama import init_params
-from mooncake_jax.decode.config import DecodeConfig
+from mooncake_jax.engine.compiles import process_compiles
 from mooncake_jax.engine.jax_decode import JaxDecodeEngine
-from mooncake_jax.engine.jax_prefill import JaxPrefillEngine, block_format
-from mooncake_jax.engine.oracle import Monolith
+from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
 from mooncake_jax.equality import TOLERANCES, compare
 
-CFG = dataclasses.replace(preset("tiny"), max_position=4096)
-Z = CFG.block_tokens
 MAX_TOKENS = 6
-LENGTHS = (1, 2, Z - 1, Z, Z + 1, 2 * Z - 1, 2 * Z, 2 * Z + 1, 8 * Z - 1, 8 * Z, 8 * Z + 1, 255, 256, 257, 300, 511, 513)
+LENGTHS = (
+    1,
+    2,
+    Z - 1,
+    Z,
+    Z + 1,
+    2 * Z - 1,
+    2 * Z,
+    2 * Z + 1,
+    8 * Z - 1,
+    8 * Z,
+    8 * Z + 1,
+    255,
+    256,
+    257,
+    300,
+    511,
+    513,
+)
 LONG_LENGTHS = (1000, 2049, 4000)
-
-
-def params(swapped: bool = False):
-    tree = init_params(CFG, 0, "float32")
-    if swapped:
-        tree["layers"][1], tree["layers"][2] = tree["layers"][2], tree["layers"][1]
-    return tree
-
-
-def arguments(num_slots: int, swapped: bool = False) -> dict:
-    fingerprint = pool_fingerprint(b"tiny", block_format(CFG, "float32"))
-    return {
-        "cfg": CFG,
-        "params": params(swapped),
-        "dtype": "float32",
-        "num_slots": num_slots,
-        "max_tokens": CFG.max_position,
-        "fingerprint": fingerprint,
-    }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_cache(tmp_path_factory):
-    """Engines of one test run compile each program once."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0, -1), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    monolith = Monolith(JaxPrefillEngine(**arguments(1)), JaxDecodeEngine(**arguments(1)))
-    monolith.warm_up()
-    return monolith
 
 
 @cache
 def prompts() -> list[list[int]]:
-    """40 prompts; half of them cut from one text, so that they share prefixes, and half with nothing in common."""
+    """40 prompts: half are cut from one text, so that they share prefixes; half have nothing in common."""
     rng = np.random.default_rng(7)
     text = rng.integers(0, CFG.vocab_size, CFG.max_position).tolist()
     shared = [text[:n] for n in (*LENGTHS, *LONG_LENGTHS)]
@@ -81,34 +53,28 @@ def worst(answer, prompt, oracle, dtype="float32"):
     return compare(answer.tokens, answer.logprobs, oracle.score(prompt, answer.tokens), dtype)
 
 
-def local_cluster(num: int, transport: str, swapped: bool = False) -> LocalCluster:
-    return LocalCluster(
-        num_prefill=num,
-        num_decode=num,
-        host_ids=(lambda name: name) if transport == "tcp" else (lambda name: "here"),
-        prefill_engine=lambda: JaxPrefillEngine(**arguments(2, swapped)),
-        decode_engine=lambda: JaxDecodeEngine(**arguments(4, swapped)),
-        decode=DecodeConfig(staging_nbytes=256 << 20, max_waiting=16),
-        num_home_blocks=1500,
-    )
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("num", [1, 2], ids=["1P1D", "2P2D"])
-def test_forty_prompts_twice_eight_at_a_time(num, transport, oracle, capsys):
+def test_forty_prompts_twice_eight_at_a_time(num, transport, engines, oracle, capsys):
     jobs = [prompt for prompt in prompts() for _ in range(2)]
     random.Random(num).shuffle(jobs)
-    with local_cluster(num, transport) as cluster, ThreadPoolExecutor(8) as pool:
+    with local_cluster(engines, num, transport) as cluster, ThreadPoolExecutor(8) as pool:
+        compiles = process_compiles().total
         answers = list(pool.map(lambda prompt: cluster.ask(prompt, MAX_TOKENS), jobs))
         cluster.check_idle()
-        moved = {path: sum(cluster.counters(name).get(path, 0) for name in cluster.instances) for path in ("shm_write", "tcp_write")}
-        compiles = sum(engine.compiles_after_ready for engine in cluster.engines.values())
+        moved = {
+            path: sum(cluster.counters(name).get(path, 0) for name in cluster.instances)
+            for path in ("shm_write", "tcp_write")
+        }
+        compiles = process_compiles().total - compiles
     reports = [worst(answer, prompt, oracle) for answer, prompt in zip(answers, jobs, strict=True)]
     flips = sum(report.num_allowed_flips for report in reports)
     with capsys.disabled():
         largest = max(report.max_abs_dlogprob for report in reports)
-        print(f"\n{num}P{num}D over {transport}: max |Δlogprob| {largest:.1e}, {flips} allowed flips", end=" ")
+        print(
+            f"\n{num}P{num}D over {transport}: max |Δlogprob| {largest:.1e}, {flips} allowed flips", end=" "
+        )
     assert [r.first_violation for r in reports if not r.equal] == []
     assert compiles == 0
     assert all(len(answer.tokens) == MAX_TOKENS for answer in answers)
@@ -120,16 +86,20 @@ def test_forty_prompts_twice_eight_at_a_time(num, transport, oracle, capsys):
 
 def test_two_layers_swapped_is_far_outside_the_rule(oracle):
     prompt = prompts()[10]
-    with local_cluster(1, "shm", swapped=True) as cluster:
+    swapped = (
+        [JaxPrefillEngine(**arguments(2, swapped=True))],
+        [JaxDecodeEngine(**arguments(4, swapped=True))],
+    )
+    with local_cluster(swapped, 1, "shm") as cluster:
         report = worst(cluster.ask(prompt, MAX_TOKENS), prompt, oracle)
     assert not report.equal
     assert report.max_abs_dlogprob > 10 * max(TOLERANCES["float32"].logprob, TOLERANCES["bfloat16"].logprob)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_prefix_fetched_from_the_other_prefill_node(transport, oracle):
+def test_prefix_fetched_from_the_other_prefill_node(transport, engines, oracle):
     prompt = prompts()[-2]
-    with local_cluster(2, transport) as cluster:
+    with local_cluster(engines, 2, transport) as cluster:
         cold = cluster.ask(prompt, MAX_TOKENS)
         cluster.wait_held(cold.placement.prefill.name, prompt, range(len(prompt) // Z))
         other = cluster.ask(prompt, MAX_TOKENS, avoid=[cold.placement.prefill.name])
@@ -141,9 +111,9 @@ def test_prefix_fetched_from_the_other_prefill_node(transport, oracle):
         assert worst(answer, prompt, oracle).first_violation is None
 
 
-def test_the_next_turn_reuses_the_answer(oracle):
+def test_the_next_turn_reuses_the_answer(engines, oracle):
     prompt = prompts()[5]
-    with local_cluster(1, "shm") as cluster:
+    with local_cluster(engines, 1, "shm") as cluster:
         first = cluster.ask(prompt, 3 * Z)
         decode = first.placement.decode.name
         text = [*prompt, *first.tokens]

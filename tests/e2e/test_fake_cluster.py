@@ -7,7 +7,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e.cluster import FakeCluster
+from e2e.cluster import LocalCluster
 from fakes.engine import FORMAT, answer, logprob_of
 from msgspec.structs import replace
 
@@ -26,7 +26,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.fixture(params=["shm", "tcp"])
 def cluster(request):
     host_ids = (lambda name: "one") if request.param == "shm" else (lambda name: name)
-    with FakeCluster(host_ids=host_ids) as cluster:
+    with LocalCluster(host_ids=host_ids) as cluster:
         cluster.path = request.param
         yield cluster
 
@@ -106,7 +106,7 @@ def test_stop_tokens_end_the_answer_wherever_they_are_drawn(cluster):
 
 
 def test_salts_share_nothing():
-    with FakeCluster(num_prefill=1, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1) as cluster:
         tokens = prompt(5 * Z)
         cached = []
         for salt in ("a", "b", "", "a"):
@@ -127,7 +127,7 @@ def test_many_at_once_with_common_prefixes(cluster):
 
 
 def test_a_small_home_node_means_recompute_not_failure():
-    with FakeCluster(num_prefill=2, num_decode=1, num_home_blocks=4) as cluster:
+    with LocalCluster(num_prefill=2, num_decode=1, num_home_blocks=4) as cluster:
         for i in range(6):
             tokens = prompt(9 * Z + i, seed=i)
             assert cluster.ask(tokens, 9).tokens == answer(tokens, 9)
@@ -135,7 +135,7 @@ def test_a_small_home_node_means_recompute_not_failure():
 
 
 def test_a_small_home_node_under_load():
-    with FakeCluster(num_prefill=2, num_decode=2, num_home_blocks=5) as cluster:
+    with LocalCluster(num_prefill=2, num_decode=2, num_home_blocks=5) as cluster:
 
         def ask(i: int) -> None:
             tokens = prompt(4 * Z + i % 7, seed=i % 3)
@@ -146,7 +146,7 @@ def test_a_small_home_node_under_load():
 
 
 def test_without_staging_the_store_is_filled():
-    with FakeCluster(num_prefill=1, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1) as cluster:
         tokens = prompt(6 * Z + 1)
         call = cluster.call(tokens)
         first, done = call.prefill(call.place(), None)
@@ -157,7 +157,7 @@ def test_without_staging_the_store_is_filled():
 
 
 def test_what_does_not_fit_together_is_refused():
-    with FakeCluster(num_prefill=1, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1) as cluster:
         tokens = prompt(5 * Z)
         call = cluster.call(tokens)
         placement = call.place()

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e.cluster import FakeCluster, wait_until
+from e2e.cluster import LocalCluster, wait_until
 from fakes.engine import FORMAT, FakeDecodeEngine, FakePrefillEngine, answer
 from msgspec.structs import replace
 
@@ -39,7 +39,7 @@ def is_part(request) -> bool:
 
 
 def test_cancelled_at_any_moment_all_is_freed():
-    with FakeCluster(
+    with LocalCluster(
         prefill_engine=lambda: FakePrefillEngine(seconds_per_token=0.0005),
         decode_engine=lambda: FakeDecodeEngine(seconds_per_step=0.001),
     ) as cluster:
@@ -71,7 +71,7 @@ def test_cancelled_at_any_moment_all_is_freed():
 
 def test_a_bad_handle_is_an_error_and_is_counted():
     decode = DecodeConfig(staging_nbytes=1 << 20, staging_lease_seconds=0.3, quarantine_seconds=0.1)
-    with FakeCluster(num_prefill=1, num_decode=1, decode=decode) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1, decode=decode) as cluster:
         tokens = prompt(3 * Z)
         call = cluster.call(tokens)
         placement = call.place()
@@ -115,7 +115,7 @@ def test_a_bad_handle_is_an_error_and_is_counted():
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_kv_damaged_on_its_way_to_decode_is_an_error_never_a_wrong_token(path):
     host_ids = (lambda name: "one") if path == "shm" else (lambda name: name)
-    with FakeCluster(num_prefill=1, num_decode=1, host_ids=host_ids) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1, host_ids=host_ids) as cluster:
         tokens = prompt(3 * Z + 1)
         transfer = cluster.instances["prefill-0"].transfer
         for byte in (0, 7, FORMAT.group_nbytes - 1):
@@ -129,7 +129,7 @@ def test_kv_damaged_on_its_way_to_decode_is_an_error_never_a_wrong_token(path):
 
 def test_kv_that_never_arrives_is_an_error_in_bounded_time():
     decode = DecodeConfig(staging_nbytes=1 << 20, quarantine_seconds=0.1, arrival_seconds=0.2)
-    with FakeCluster(num_prefill=1, num_decode=1, decode=decode) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1, decode=decode) as cluster:
         call = cluster.call(prompt(3 * Z))
         placement = call.place()
         handle = call.reserve(placement)
@@ -139,7 +139,7 @@ def test_kv_that_never_arrives_is_an_error_in_bounded_time():
 
 
 def test_a_dead_path_to_decode_fails_the_request_and_only_it():
-    with FakeCluster(num_prefill=1, num_decode=2) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=2) as cluster:
         tokens = prompt(6 * Z)
         dead = cluster.instances["decode-0"].transfer.peer.epoch
         cluster.instances["prefill-0"].transfer.faults = Faults(
@@ -151,7 +151,7 @@ def test_a_dead_path_to_decode_fails_the_request_and_only_it():
 
 
 def test_a_prefix_damaged_on_its_way_is_recomputed():
-    with FakeCluster(num_prefill=2, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=2, num_decode=1) as cluster:
         tokens = prompt(6 * Z + 1)
         here = cluster.ask(tokens).placement.prefill.name
         there = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[here]
@@ -163,7 +163,7 @@ def test_a_prefix_damaged_on_its_way_is_recomputed():
 
 
 def test_a_prefix_that_breaks_off_half_way_starts_the_request_again():
-    with FakeCluster(num_prefill=2, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=2, num_decode=1) as cluster:
         tokens = prompt(6 * Z + 1)
         here = cluster.ask(tokens).placement.prefill.name
         there = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[here]
@@ -189,7 +189,7 @@ def test_a_prefix_that_breaks_off_half_way_starts_the_request_again():
 
 
 def test_a_holder_that_is_gone_costs_only_the_reuse():
-    with FakeCluster(num_prefill=2, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=2, num_decode=1) as cluster:
         tokens = prompt(6 * Z + 1)
         here = cluster.ask(tokens).placement.prefill.name
         cluster.wait_held(here, tokens, range(6))
@@ -215,7 +215,7 @@ def test_a_holder_that_is_gone_costs_only_the_reuse():
 def test_a_full_decode_instance_says_so():
     decode = DecodeConfig(staging_nbytes=3 * 4096, quarantine_seconds=0.1, max_waiting=2)
     engine = lambda: FakeDecodeEngine(num_slots=1)  # noqa: E731
-    with FakeCluster(num_prefill=1, num_decode=1, decode=decode, decode_engine=engine) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1, decode=decode, decode_engine=engine) as cluster:
         call = cluster.call(prompt(Z))
         placement = call.place()
         handle = call.reserve(placement)  # 4096 of flags, one block
@@ -232,7 +232,7 @@ def test_a_full_decode_instance_says_so():
         assert cluster.ask(prompt(Z)).tokens == answer(prompt(Z), 6)
 
     decode = DecodeConfig(staging_nbytes=1 << 20, quarantine_seconds=0.1, max_waiting=2)
-    with FakeCluster(num_prefill=1, num_decode=1, decode=decode, decode_engine=engine) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1, decode=decode, decode_engine=engine) as cluster:
         call = cluster.call(prompt(Z))
         placement = call.place()
         handles = [call.reserve(placement) for _ in range(3)]
@@ -248,7 +248,7 @@ def test_a_full_prefill_queue_says_so():
     engine = lambda: FakePrefillEngine(before_group=lambda slot, start, group: gate.wait(20))  # noqa: E731
     config = PrefillConfig(max_queue=2)
     with (
-        FakeCluster(num_prefill=1, num_decode=1, prefill=config, prefill_engine=engine) as cluster,
+        LocalCluster(num_prefill=1, num_decode=1, prefill=config, prefill_engine=engine) as cluster,
         ThreadPoolExecutor(2) as pool,
     ):
         running = [pool.submit(cluster.ask, prompt(9, seed=i)) for i in range(2)]
@@ -260,7 +260,7 @@ def test_a_full_prefill_queue_says_so():
 
 
 def test_an_error_of_the_prefill_engine_fails_its_request_only():
-    with FakeCluster(num_prefill=1, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1) as cluster:
         engine = cluster.engines["prefill-0"]
         long, bad = prompt(200), prompt(3 * Z, seed=1)
         first_tile, go = threading.Event(), threading.Event()
@@ -286,7 +286,7 @@ def test_an_error_of_the_prefill_engine_fails_its_request_only():
 
 
 def test_an_error_of_the_decode_engine_fails_who_was_in_the_step():
-    with FakeCluster(num_prefill=1, num_decode=1) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1) as cluster:
         engine = cluster.engines["decode-0"]
         active, inserting = prompt(6), prompt(12 * Z, seed=1)
         in_batch, go, inserted = threading.Event(), threading.Event(), []
@@ -326,7 +326,7 @@ def test_staging_memory_is_free_while_the_answer_is_generated():
 
     engine = lambda: FakeDecodeEngine(before_step=before_step)  # noqa: E731
     with (
-        FakeCluster(num_prefill=1, num_decode=1, decode_engine=engine) as cluster,
+        LocalCluster(num_prefill=1, num_decode=1, decode_engine=engine) as cluster,
         ThreadPoolExecutor(1) as pool,
     ):
         running = pool.submit(cluster.ask, prompt(9))
@@ -345,7 +345,7 @@ def test_a_short_prompt_passes_a_long_one_at_a_tile_edge():
         assert go.wait(20)
 
     engine = lambda: FakePrefillEngine(before_group=before_group)  # noqa: E731
-    with FakeCluster(num_prefill=1, num_decode=1, prefill_engine=engine) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1, prefill_engine=engine) as cluster:
         ended = []
 
         def ask(name: str, tokens: list[int]) -> None:
@@ -378,7 +378,7 @@ def test_leaving_the_stream_stops_the_work_at_the_next_tile():
         assert go.wait(20)
 
     engine = lambda: FakePrefillEngine(before_group=before_group)  # noqa: E731
-    with FakeCluster(num_prefill=1, num_decode=1, prefill_engine=engine) as cluster:
+    with LocalCluster(num_prefill=1, num_decode=1, prefill_engine=engine) as cluster:
         call = cluster.call(prompt(200))
         placement = call.place()
         handle = call.reserve(placement)
@@ -398,7 +398,7 @@ def test_leaving_the_stream_stops_the_work_at_the_next_tile():
 def test_an_instance_that_closes_ends_its_requests_with_an_error():
     started = threading.Event()
     engine = lambda: FakeDecodeEngine(seconds_per_step=0.1, before_step=lambda rows: started.set())  # noqa: E731
-    cluster = FakeCluster(num_prefill=1, num_decode=1, decode_engine=engine)
+    cluster = LocalCluster(num_prefill=1, num_decode=1, decode_engine=engine)
     try:
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(cluster.ask, prompt(9), 200)

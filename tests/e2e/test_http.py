@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e.cluster import FakeCluster
+from e2e.cluster import LocalCluster
 from e2e.http_frontend import cancel_many, http_frontend, prompt
 from fakes.engine import FORMAT, answer
 
@@ -12,7 +12,7 @@ Z = FORMAT.block_tokens
 
 @pytest.fixture
 def cluster():
-    with FakeCluster() as cluster:
+    with LocalCluster() as cluster:
         yield cluster
 
 

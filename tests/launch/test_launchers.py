@@ -36,7 +36,6 @@ def test_help_shows_the_command_and_every_flag(role):
         ("kvstore", ("--name=x", "--directory=127.0.0.1:1"), "--slot_bytes"),
         ("kvstore", ("--name=x", "--directory=127.0.0.1:1", "--model=/nowhere"), "/nowhere"),
         ("frontend", ("--model=preset:tiny",), "--conductor"),
-        ("frontend", ("--model=preset:nonsense", "--conductor=127.0.0.1:1"), "nonsense"),
         ("prefill", (*ENGINE, "--model=/nowhere"), "/nowhere"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--max_tokens=100000"), "512"),
         ("decode", (*ENGINE, "--model=preset:tiny", "--dtype=int4"), "int4"),

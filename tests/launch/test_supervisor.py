@@ -58,7 +58,7 @@ def test_starts_and_closes_gracefully(tmp_path):
         pids = [supervisor.pid("a"), supervisor.pid("b")]
         assert addresses["a"] == f"127.0.0.1:{pids[0]}"
     assert all(gone(pid) for pid in pids)
-    assert (tmp_path / "a.log").read_text().splitlines()[-1] == "closed", "it was not closed, but killed"
+    assert "closed" in (tmp_path / "a.log").read_text().splitlines(), "it was not closed, but killed"
     supervisor.close()  # again
 
 

@@ -203,13 +203,14 @@ def test_cancelling_at_any_point_gives_everything_back(roles, gate):
     dispatch(roles, use)
 
 
-def test_closing_the_generator_leaves_the_streams(roles):
-    roles.gates.hold.add("decode.step")
+@pytest.mark.parametrize(("gate", "last"), [("prefill.done", 4), ("decode.step", 5)])
+def test_closing_the_generator_leaves_the_streams(roles, gate, last):
+    roles.gates.hold.add(gate)
 
     async def use(dispatcher):
         async with aclosing(dispatcher.generate(Request("r1", [1, 2, 3], 500))) as events:
             async for event in events:
-                if isinstance(event, TokenEvent) and event.tokens == [5]:
+                if isinstance(event, TokenEvent) and event.tokens == [last]:
                     break
 
     dispatch(roles, use)
