@@ -105,21 +105,34 @@ def _stream(call: Callable[[Any, grpc.ServicerContext], Iterator[Any]]) -> Calla
 class Server:
     """A started gRPC server; `port` is the bound one. The only place where servers are assembled."""
 
-    def __init__(self, handlers: list[tuple[Service, object]], *, host: str = "127.0.0.1", port: int = 0, max_workers: int = 32):
+    def __init__(
+        self,
+        handlers: list[tuple[Service, object]],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_workers: int = 32,
+    ):
         """Bind and start. Raises OSError when the address is taken."""
         self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="rpc")
         self._server = grpc.server(self._pool, options=_OPTIONS)
         for service, handler in handlers:
             table = {}
             for name, method in service.methods.items():
-                kind = grpc.unary_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler
+                kind = (
+                    grpc.unary_stream_rpc_method_handler
+                    if method.streams
+                    else grpc.unary_unary_rpc_method_handler
+                )
                 wrap = _stream if method.streams else _unary
                 table[name] = kind(
                     wrap(getattr(handler, name)),
                     request_deserializer=_decoder(method.request),
                     response_serializer=_encode,
                 )
-            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, table),))
+            self._server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(service.name, table),)
+            )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             self.port = self._server.add_insecure_port(address)
@@ -155,10 +168,20 @@ class Stub:
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         for name, method in service.methods.items():
             factory = self._channel.unary_stream if method.streams else self._channel.unary_unary
-            call = factory(f"/{service.name}/{name}", request_serializer=_encode, response_deserializer=_decoder(method.reply))
+            call = factory(
+                f"/{service.name}/{name}",
+                request_serializer=_encode,
+                response_deserializer=_decoder(method.reply),
+            )
             where = f"{service.name}.{name} at {address}"
             if method.streams:
-                setattr(self, name, lambda request, timeout=None, _c=call, _w=where: _Replies(_c(request, timeout=timeout), _w))
+                setattr(
+                    self,
+                    name,
+                    lambda request, timeout=None, _c=call, _w=where: _Replies(
+                        _c(request, timeout=timeout), _w
+                    ),
+                )
             else:
                 setattr(self, name, self._checked(call, where, timeout_seconds))
 
@@ -201,14 +224,18 @@ class _Replies:
 
 
 class AsyncStub:
-    """`Stub` for asyncio: unary calls are awaited, streaming calls are `async for`ed; cancelling the task cancels the call."""
+    """`Stub` for asyncio: await unary calls, `async for` streaming ones; cancelling the task cancels the call."""
 
     def __init__(self, address: str, service: Service, *, timeout_seconds: float = 5.0):
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         for name, method in service.methods.items():
             factory = self._channel.unary_stream if method.streams else self._channel.unary_unary
-            call = factory(f"/{service.name}/{name}", request_serializer=_encode, response_deserializer=_decoder(method.reply))
+            call = factory(
+                f"/{service.name}/{name}",
+                request_serializer=_encode,
+                response_deserializer=_decoder(method.reply),
+            )
             wrap = self._streaming if method.streams else self._awaited
             setattr(self, name, wrap(call, f"{service.name}.{name} at {address}", timeout_seconds))
 

@@ -20,10 +20,18 @@ from launch.benchmarks.record import Machine, Suite
 SUITES = ("engine", "transfer", "store", "schedule")
 
 _SUITE = flags.DEFINE_enum("suite", None, SUITES, "What to measure.", required=True)
-_JSON = flags.DEFINE_string("json", None, "File to write the rows to (JSON); its folder is made when missing.")
-_QUICK = flags.DEFINE_bool("quick", False, "One short round of each row: checks the bench, gives no figure to quote.")
-_PEERS = flags.DEFINE_string("peers", None, "Folder with the peers' venvs (vllm, mooncake, …); absent: ours alone.")
-_MODEL = flags.DEFINE_string("model", "smollm2", "engine: checkpoint to measure; `smollm2` fetches SmolLM2-135M-Instruct.")
+_JSON = flags.DEFINE_string(
+    "json", None, "File to write the rows to (JSON); its folder is made when missing."
+)
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "One short round of each row: checks the bench, gives no figure to quote."
+)
+_PEERS = flags.DEFINE_string(
+    "peers", None, "Folder with the peers' venvs (vllm, mooncake, …); absent: ours alone."
+)
+_MODEL = flags.DEFINE_string(
+    "model", "smollm2", "engine: checkpoint to measure; `smollm2` fetches SmolLM2-135M-Instruct."
+)
 _ROWS = flags.DEFINE_list("rows", [], "Only rows whose name starts with one of these.")
 
 

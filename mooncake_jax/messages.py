@@ -21,13 +21,13 @@ from mooncake_jax.request import (
     Instance,
     Name,
     Placement,
+    PrefillEvent,
     PrefillRequest,
     Request,
     ReserveRequest,
     Seconds,
     StagingHandle,
     TokenEvent,
-    PrefillEvent,
 )
 
 Role = Literal["prefill", "decode"]
@@ -80,7 +80,9 @@ class RequestEnd(msgspec.Struct, frozen=True):
     request_id: Name
     phase: Literal["prefill", "decode", "all"]
     ok: bool
-    seconds: Seconds  # prefill: `PrefillDone.prefill_seconds`, compared with the forecast; else how long it took
+    seconds: (
+        Seconds  # prefill: `PrefillDone.prefill_seconds`, compared with the forecast; else how long it took
+    )
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):
@@ -104,7 +106,9 @@ CONDUCTOR = Service(
     {
         "register": Method(InstanceInfo, Beat),
         "heartbeat": Method(InstanceLoad, Beat),
-        "place": Method(PlaceRequest, Placement),  # RefusedError: SLO out of reach (429); UnavailableError: no instance (503)
+        "place": Method(
+            PlaceRequest, Placement
+        ),  # RefusedError: SLO out of reach (429); UnavailableError: no instance (503)
         "end": Method(RequestEnd, Empty),
         "cluster": Method(Empty, ClusterInfo),
         "status": Method(Empty, RoleStatus),
@@ -122,7 +126,9 @@ PREFILL = Service(
 DECODE = Service(
     "mooncake.Decode",
     {
-        "reserve": Method(ReserveRequest, StagingHandle),  # ExhaustedError: no room now; InvalidError: can never fit
+        "reserve": Method(
+            ReserveRequest, StagingHandle
+        ),  # ExhaustedError: no room now; InvalidError: can never fit
         "release": Method(StagingHandle, Empty),
         "generate": Method(DecodeRequest, TokenEvent, streams=True),
         "status": Method(Empty, RoleStatus),

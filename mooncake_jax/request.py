@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvstore.transfer.segment import Segment, Size
+from kvstore.transfer.segment import Segment
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -40,7 +40,9 @@ class Request(msgspec.Struct, frozen=True):
     tokens: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
     sampling: Sampling = Sampling()
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []  # any of these ends the text; empty: none does
+    stop_token_ids: Annotated[
+        list[TokenId], Meta(max_length=1024)
+    ] = []  # any of these ends the text; empty: none does
     salt: Annotated[str, Meta(max_length=1024)] = ""  # the tenant's; part of every block key
 
 
@@ -105,7 +107,9 @@ class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
 
     queue_seconds: Seconds
     prefill_seconds: Seconds
-    stream_tail_seconds: Seconds  # from the first token to the last byte at decode: transfer that was not hidden
+    stream_tail_seconds: (
+        Seconds  # from the first token to the last byte at decode: transfer that was not hidden
+    )
     streamed_nbytes: Nbytes
 
 

@@ -77,8 +77,14 @@ def vllm_decode_seconds(vllm: VllmPeer, batch: int, context: int) -> float:
 def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     with ExitStack() as stack:
-        vllm = stack.enter_context(VllmPeer(options.peers)) if options.peers and VllmPeer.installed(options.peers) else None
-        llama = LlamaCppPeer(options.peers) if options.peers and LlamaCppPeer.installed(options.peers) else None
+        vllm = (
+            stack.enter_context(VllmPeer(options.peers))
+            if options.peers and VllmPeer.installed(options.peers)
+            else None
+        )
+        llama = (
+            LlamaCppPeer(options.peers) if options.peers and LlamaCppPeer.installed(options.peers) else None
+        )
         if any(map(options.wants, _step_names())):
             rows += _step_rows(options, vllm, llama)
         rows += served_rows(options, vllm)
@@ -86,7 +92,11 @@ def run(options: Options) -> list[Row]:
 
 
 def _step_names() -> list[str]:
-    return [f"prefill_{n}" for n in PROMPTS] + [f"decode_b{b}" for b in BATCHES] + [f"decode_b{b}_ctx2048" for b in LONG_CONTEXT_BATCHES]
+    return (
+        [f"prefill_{n}" for n in PROMPTS]
+        + [f"decode_b{b}" for b in BATCHES]
+        + [f"decode_b{b}_ctx2048" for b in LONG_CONTEXT_BATCHES]
+    )
 
 
 def _step_rows(options: Options, vllm: VllmPeer | None, llama: LlamaCppPeer | None) -> list[Row]:
@@ -104,26 +114,45 @@ def _step_rows(options: Options, vllm: VllmPeer | None, llama: LlamaCppPeer | No
 
     for n in PROMPTS:
         ours = lambda n=n: n / prefill_seconds(prefill, n)  # noqa: E731
-        add(f"prefill_{n}", ours, (lambda n=n: n / vllm.seconds([fresh_prompt(n).tolist()], 1)) if vllm else None, VllmPeer.name)
+        add(
+            f"prefill_{n}",
+            ours,
+            (lambda n=n: n / vllm.seconds([fresh_prompt(n).tolist()], 1)) if vllm else None,
+            VllmPeer.name,
+        )
         if llama and n <= 2048:
-            add(f"prefill_{n}@llama.cpp", ours, lambda n=n: llama.tokens_per_second(prompt=n), LlamaCppPeer.name)
+            add(
+                f"prefill_{n}@llama.cpp",
+                ours,
+                lambda n=n: llama.tokens_per_second(prompt=n),
+                LlamaCppPeer.name,
+            )
     for batch in BATCHES:
         tokens = batch * NUM_STEPS
         ours = lambda batch=batch, tokens=tokens: tokens / decode_seconds(decode, batch, CONTEXT)  # noqa: E731
         add(
             f"decode_b{batch}",
             ours,
-            (lambda batch=batch, tokens=tokens: tokens / vllm_decode_seconds(vllm, batch, CONTEXT)) if vllm else None,
+            (lambda batch=batch, tokens=tokens: tokens / vllm_decode_seconds(vllm, batch, CONTEXT))
+            if vllm
+            else None,
             VllmPeer.name,
         )
         if llama and batch == 1:
-            add("decode_b1@llama.cpp", ours, lambda: llama.tokens_per_second(generate=NUM_STEPS), LlamaCppPeer.name)
+            add(
+                "decode_b1@llama.cpp",
+                ours,
+                lambda: llama.tokens_per_second(generate=NUM_STEPS),
+                LlamaCppPeer.name,
+            )
     for batch in LONG_CONTEXT_BATCHES:
         tokens = batch * NUM_STEPS
         add(
             f"decode_b{batch}_ctx2048",
             lambda batch=batch, tokens=tokens: tokens / decode_seconds(decode, batch, LONG_CONTEXT),
-            (lambda batch=batch, tokens=tokens: tokens / vllm_decode_seconds(vllm, batch, LONG_CONTEXT)) if vllm else None,
+            (lambda batch=batch, tokens=tokens: tokens / vllm_decode_seconds(vllm, batch, LONG_CONTEXT))
+            if vllm
+            else None,
             VllmPeer.name,
         )
     return rows

@@ -21,7 +21,12 @@ class Peer:
 
     def __init__(self, command: list[str | Path], environment: dict[str, str] | None = None):
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
         self._answer("start")
 
@@ -37,7 +42,9 @@ class Peer:
     def _answer(self, what: str) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
-            raise RuntimeError(f"the peer {self.name} ended during {what} (exit status {self._process.wait()})")
+            raise RuntimeError(
+                f"the peer {self.name} ended during {what} (exit status {self._process.wait()})"
+            )
         return json.loads(line)
 
     def __enter__(self) -> Self:
@@ -62,7 +69,11 @@ class VllmPeer(Peer):
 
     @staticmethod
     def installed(peers: Path | None) -> bool:
-        return peers is not None and (peers / "vllm/bin/python").exists() and (peers / "smol-hf/config.json").exists()
+        return (
+            peers is not None
+            and (peers / "vllm/bin/python").exists()
+            and (peers / "smol-hf/config.json").exists()
+        )
 
     def seconds(self, ids: list[list[int]], max_tokens: int) -> float:
         """Seconds to generate `max_tokens` greedily for each prompt of `ids`, all submitted at once."""
@@ -100,8 +111,20 @@ class LlamaCppPeer:
 
     def tokens_per_second(self, *, prompt: int = 0, generate: int = 0, num_threads: int = 2) -> float:
         """Tokens a second of a prompt of `prompt` tokens, or of generating `generate` tokens in batch 1."""
-        command = [self._bin / "llama-bench", "-m", self._model, "-t", str(num_threads), "-r", "1", "-o", "json"]
+        command = [
+            self._bin / "llama-bench",
+            "-m",
+            self._model,
+            "-t",
+            str(num_threads),
+            "-r",
+            "1",
+            "-o",
+            "json",
+        ]
         command += ["-p", str(prompt), "-n", str(generate)]
-        out = subprocess.run(command, env={"LD_LIBRARY_PATH": str(self._bin)}, capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            command, env={"LD_LIBRARY_PATH": str(self._bin)}, capture_output=True, text=True, check=True
+        )
         rows = json.loads(re.sub(r"^[^\[]*", "", out.stdout, count=1))
         return float(rows[0]["avg_ts"])

@@ -49,7 +49,11 @@ class Machine(msgspec.Struct, frozen=True):
         cpu = platform.processor() or "unknown"
         info = Path("/proc/cpuinfo")
         if info.exists():
-            names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+            names = [
+                line.split(":", 1)[1].strip()
+                for line in info.read_text().splitlines()
+                if line.startswith("model name")
+            ]
             cpu = names[0] if names else cpu
         return cls(cpu, len(os.sched_getaffinity(0)), platform.python_version(), version("jax"))
 
@@ -102,7 +106,9 @@ class Series:
 
     def row(self, peer_name: str | None = None, ceiling: float | None = None) -> Row:
         """The medians, and the median of the rounds' ratios."""
-        ratios = [a / b if self._better == "higher" else b / a for a, b in zip(self._ours, self._peer, strict=False)]
+        ratios = [
+            a / b if self._better == "higher" else b / a for a, b in zip(self._ours, self._peer, strict=False)
+        ]
         middle = statistics.median(self._ours)
         return Row(
             self.name,

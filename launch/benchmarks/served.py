@@ -18,7 +18,8 @@ import numpy as np
 from launch.benchmarks.options import Options
 from launch.benchmarks.peers import VllmPeer
 from launch.benchmarks.record import Row, Series, measure
-from launch.cluster import Cluster, ClusterConfig, default_compile_cache
+from launch.cluster import default_compile_cache
+from launch.local_cluster import Cluster, ClusterConfig
 
 BATCHES = (1, 8, 32)
 CONTEXT, NUM_STEPS = 128, 64
@@ -62,7 +63,9 @@ class Served:
         async def run() -> float:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
                 start = time.perf_counter()
-                await asyncio.gather(*(_complete(session, self._url, self._body(p, max_tokens)) for p in prompts))
+                await asyncio.gather(
+                    *(_complete(session, self._url, self._body(p, max_tokens)) for p in prompts)
+                )
                 return time.perf_counter() - start
 
         return asyncio.run(run())
@@ -77,7 +80,13 @@ class Served:
         return asyncio.run(run())
 
     def _body(self, prompt: list[int], max_tokens: int, avoid: list[str] | None = None) -> dict:
-        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         return body | ({"mooncake_avoid": avoid} if avoid else {})
 
 

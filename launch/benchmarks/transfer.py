@@ -48,7 +48,14 @@ def _remote_memory(host_id: str) -> Iterator[Segment]:
         process.join(10)
 
 
-def _speed(engine: TransferEngine, segment: Segment, opcode: Literal["READ", "WRITE"] | object, piece: int, total: int, local: np.ndarray) -> float:
+def _speed(
+    engine: TransferEngine,
+    segment: Segment,
+    opcode: Literal["READ", "WRITE"] | object,
+    piece: int,
+    total: int,
+    local: np.ndarray,
+) -> float:
     view = memoryview(local)
     requests = [TransferRequest(opcode, view[o : o + piece], segment, o) for o in range(0, total, piece)]
     start = time.perf_counter()
@@ -65,7 +72,11 @@ def run(options: Options) -> list[Row]:
         engine.register_local_memory(local, name="local")
         far = stack.enter_context(_remote_memory("bench-there"))
         near = stack.enter_context(_remote_memory("bench-here"))
-        peer = stack.enter_context(MooncakeTransferPeer(options.peers)) if options.peers and MooncakeTransferPeer.installed(options.peers) else None
+        peer = (
+            stack.enter_context(MooncakeTransferPeer(options.peers))
+            if options.peers and MooncakeTransferPeer.installed(options.peers)
+            else None
+        )
         for op, opcode in (("write", WRITE), ("read", READ)):
             for label, piece in PIECES.items():
                 name = f"tcp_{op}_{label}"
@@ -76,8 +87,16 @@ def run(options: Options) -> list[Row]:
                             name,
                             "GB/s",
                             "higher",
-                            lambda opcode=opcode, piece=piece, total=total: _speed(engine, far, opcode, piece, total, local),
-                            (lambda op=op, piece=piece, total=total: peer.gigabytes_per_second(op, piece, total)) if peer else None,
+                            lambda opcode=opcode, piece=piece, total=total: _speed(
+                                engine, far, opcode, piece, total, local
+                            ),
+                            (
+                                lambda op=op, piece=piece, total=total: peer.gigabytes_per_second(
+                                    op, piece, total
+                                )
+                            )
+                            if peer
+                            else None,
                             MooncakeTransferPeer.name,
                             rounds=options.rounds,
                         )

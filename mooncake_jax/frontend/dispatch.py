@@ -204,7 +204,8 @@ class Attempt:
                 decode = self._dispatcher.stub("decode", placement.decode.address)
                 await _ignoring_store_errors(decode.release(handle))
             if self._booked:
-                await self._end("decode" if self._prefill_done else "all", self._prefill_done)
+                seconds = time.monotonic() - self._begun
+                await self._end("decode" if self._prefill_done else "all", self._prefill_done, seconds)
         except Exception:
             log.exception("%s: cleaning up", self._request.request_id)
 
@@ -230,15 +231,15 @@ class Attempt:
     async def _prefilled(self) -> PrefillDone:
         done = await _next(self._prefill, PrefillDone, STALL_SECONDS)
         self._prefill_done = True
-        await self._end("prefill", True)
+        await self._end("prefill", True, done.prefill_seconds)
         return done
 
     async def _leave_prefill(self, stream: AsyncGenerator[FirstToken | PrefillDone, None]) -> None:
         if self._drain:
             try:
-                await _next(stream, PrefillDone, DRAIN_SECONDS)
+                done = await _next(stream, PrefillDone, DRAIN_SECONDS)
                 self._prefill_done = True
-                await self._end("prefill", True)
+                await self._end("prefill", True, done.prefill_seconds)
             except StoreError as error:
                 log.info("%s: prefill did not finish storing: %s", self._request.request_id, error)
         await stream.aclose()
@@ -264,8 +265,8 @@ class Attempt:
         except StoreError:
             return None
 
-    async def _end(self, phase: Literal["prefill", "decode", "all"], ok: bool) -> None:
-        end = RequestEnd(self._request.request_id, phase, ok, time.monotonic() - self._begun)
+    async def _end(self, phase: Literal["prefill", "decode", "all"], ok: bool, seconds: float) -> None:
+        end = RequestEnd(self._request.request_id, phase, ok, seconds)
         await _ignoring_store_errors(self._dispatcher.conductor.end(end))
 
 

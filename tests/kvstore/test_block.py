@@ -41,9 +41,14 @@ def test_sizes_of_the_presets_are_those_of_the_paper_and_the_demo_model():
     [({"dtype": "int8"}, "int8"), ({"layers_per_group": 3}, "groups of 3"), ({"head_dim": 0}, "head_dim")],
 )
 def test_a_format_that_cannot_be_is_refused(change, message):
-    fields = dict(
-        num_layers=4, num_kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16", layers_per_group=2
-    )
+    fields = {
+        "num_layers": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "block_tokens": 16,
+        "dtype": "bfloat16",
+        "layers_per_group": 2,
+    }
     with pytest.raises(ValueError, match=message):
         BlockFormat(**{**fields, **change})
 
