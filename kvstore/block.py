@@ -107,7 +107,7 @@ def chain_keys(root: bytes, tokens: Sequence[int] | np.ndarray, block_tokens: in
     """
     ids = np.ascontiguousarray(tokens, dtype="<u4")
     step = 4 * block_tokens
-    raw = memoryview(ids).cast("B") if ids.size else memoryview(b"")
+    raw = ids.data.cast("B") if ids.size else memoryview(b"")
     keys, parent = [], root
     for start in range(0, len(raw) - step + 1, step):
         parent = hashlib.blake2b(raw[start : start + step], digest_size=KEY_NBYTES, key=parent).digest()

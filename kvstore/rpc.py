@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grpc
 import grpc.aio
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 class Method(NamedTuple):
     """One call: its request and reply types, and whether replies stream."""
 
-    request: type
-    reply: type
+    request: Any  # a msgspec struct, or a union of tagged ones
+    reply: Any
     streams: bool = False
 
 
@@ -149,10 +149,11 @@ class Server:
 
 def domain_error(error: grpc.RpcError, where: str) -> StoreError:
     """The domain error that a failed call stands for, with the peer named in its message."""
-    kind = ERRORS.get(error.code(), InternalError)  # pyright: ignore[reportAttributeAccessIssue]
-    message = f"{where}: {error.details()}"  # pyright: ignore[reportAttributeAccessIssue]
+    call = cast(Any, error)  # every RpcError of a call is a grpc.Call too
+    kind = ERRORS.get(call.code(), InternalError)
+    message = f"{where}: {call.details()}"
     if kind is RefusedError:
-        trailing = dict(error.trailing_metadata() or ())  # pyright: ignore[reportAttributeAccessIssue]
+        trailing = dict(call.trailing_metadata() or ())
         return RefusedError(message, float(trailing.get(_RETRY_AFTER, 1.0)))
     return kind(message)
 

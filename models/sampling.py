@@ -72,7 +72,7 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
 def _uniform(seed: Column, step: Column) -> jax.Array:
     """A number in [0, 1) per row, from its seed and step only."""
 
-    def one(seed: jax.Array, step: jax.Array) -> jax.Array:
+    def one(seed: Column, step: Column) -> jax.Array:
         key = jax.random.wrap_key_data(jnp.stack([seed, step.astype(jnp.uint32)]), impl="threefry2x32")
         return jax.random.uniform(key, (), jnp.float32)
 

@@ -94,7 +94,8 @@ class Series:
     """Values of one row, a round at a time."""
 
     def __init__(self, name: str, unit: str, better: Better):
-        self.name, self._unit, self._better = name, unit, better
+        self.name, self._unit = name, unit
+        self._better: Better = better
         self._ours: list[float] = []
         self._peer: list[float] = []
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from kvstore.transfer import READ, WRITE, TransferEngine, TransferRequest
+from kvstore.transfer.request import Opcode
 from kvstore.transfer.segment import Segment
 from kvstore.transfer.transport.shm import SharedBuffer
 from launch.benchmarks.options import Options
@@ -51,12 +51,12 @@ def _remote_memory(host_id: str) -> Iterator[Segment]:
 def _speed(
     engine: TransferEngine,
     segment: Segment,
-    opcode: Literal["READ", "WRITE"] | object,
+    opcode: Opcode,
     piece: int,
     total: int,
     local: np.ndarray,
 ) -> float:
-    view = memoryview(local)
+    view = local.data
     requests = [TransferRequest(opcode, view[o : o + piece], segment, o) for o in range(0, total, piece)]
     start = time.perf_counter()
     engine.transfer(requests, timeout_seconds=60)

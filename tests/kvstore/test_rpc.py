@@ -137,8 +137,7 @@ def test_leaving_a_stream_is_noticed_by_the_server(echo):
 def test_an_error_in_a_stream_comes_after_what_was_sent(echo):
     got = []
     with pytest.raises(NotFoundError, match="half way"):
-        for answer in echo[2].count(Ask("fail", 2)):
-            got.append(answer.text)
+        got.extend(answer.text for answer in echo[2].count(Ask("fail", 2)))
     assert got == ["0", "1"]
 
 

@@ -39,9 +39,9 @@ def test_check_params_names_what_is_wrong():
     params = llama.init_params(CFG, 0, "float32")
     with pytest.raises(ValueError, match=r"layers.*embed.*bfloat16|embed.*bfloat16"):
         llama.check_params(CFG, params, "bfloat16")
-    with pytest.raises(ValueError, match="missing.*final_norm"):
+    with pytest.raises(ValueError, match=r"missing.*final_norm"):
         llama.check_params(CFG, {k: v for k, v in params.items() if k != "final_norm"}, "float32")
-    with pytest.raises(ValueError, match="does not have.*lm_head"):
+    with pytest.raises(ValueError, match=r"does not have.*lm_head"):
         llama.check_params(CFG, {**params, "lm_head": params["embed"]}, "float32")
     with pytest.raises(ValueError, match=r"final_norm.*\(72,\).*\(71,\)"):
         llama.check_params(CFG, {**params, "final_norm": params["final_norm"][:-1]}, "float32")
