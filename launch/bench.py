@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from launch.benchmarks.options import Options
 from launch.benchmarks.record import Machine, Suite
@@ -38,6 +38,7 @@ _ROWS = flags.DEFINE_list("rows", [], "Only rows whose name starts with one of t
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    logging.set_verbosity(logging.WARNING)
     peers = Path(_PEERS.value).resolve() if _PEERS.value else None
     if peers and not peers.is_dir():
         raise app.UsageError(f"--peers: {peers} is not a folder")

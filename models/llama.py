@@ -192,7 +192,7 @@ def head(cfg: LlamaConfig, platform: Platform, params: Params, x: jax.Array) -> 
 
 
 def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype, accumulated in float32; float32 result."""
+    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype, float32 accumulation and result."""
     rows = x.shape[0]
     x = x.astype(weight.dtype)
     if rows < platform.min_dot_rows:

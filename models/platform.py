@@ -54,8 +54,8 @@ CPU = Platform(
     min_dot_rows=2,  # a bf16 matrix-vector product misses the matrix units: 6 times slower than two rows
     weights_first_rows=64,
     short_exp2=True,
-    tile_tokens=512,
-    prefill_key_tokens=512,
+    tile_tokens=256,
+    prefill_key_tokens=256,
     decode_key_tokens=((4, 256), (16, 128), (32, 64)),
 )
 ACCELERATOR = Platform(

@@ -47,6 +47,16 @@ def prefill_seconds(engine: PrefillEngine, num_tokens: int) -> float:
     return time.perf_counter() - start
 
 
+def fill(engine: DecodeEngine, batch: int, context: int) -> None:
+    """Put `context` tokens' worth of random KV into the first `batch` slots, with room for the steps to come."""
+    form = engine.format
+    shape = (engine.insert_blocks, *form.shape)
+    blocks = RNG.integers(0x3C00, 0x3F80, shape).astype(form.item_dtype)  # small positive bfloat16 numbers
+    for slot in range(batch):
+        for first in range(0, form.num_blocks(context), engine.insert_blocks):
+            engine.insert(slot, first, blocks[: form.num_blocks(context) - first])
+
+
 def decode_seconds(engine: DecodeEngine, batch: int, context: int) -> float:
     """Seconds of `NUM_STEPS` decode steps of `batch` rows that begin at `context` tokens each."""
     B = engine.num_slots
@@ -60,6 +70,7 @@ def decode_seconds(engine: DecodeEngine, batch: int, context: int) -> float:
         top_p=np.ones(B, np.float32),
         seed=np.zeros(B, np.uint32),
     )
+    fill(engine, batch, context)
     start = time.perf_counter()
     for _ in range(NUM_STEPS):
         tokens, _ = engine.generate(rows)

@@ -5,8 +5,11 @@ A peer is a process run by the Python of its own venv, which answers one JSON li
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any, Self
@@ -19,14 +22,14 @@ class Peer:
 
     name = ""
 
-    def __init__(self, command: list[str | Path], environment: dict[str, str] | None = None):
+    def __init__(self, command: list[str | Path]):
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=environment,
+            start_new_session=True,  # with all the processes that it starts: they end together
         )
         self._answer("start")
 
@@ -51,12 +54,9 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.communicate()  # the end of its input tells it to leave
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class VllmPeer(Peer):

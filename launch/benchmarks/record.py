@@ -141,4 +141,6 @@ def measure(
         value, other = ours(), peer() if peer else None
         if index > 0:
             series.add(value, other)
-    return series.row(peer_name)
+    row = series.row(peer_name)
+    tqdm.write(f"{row.name}: {_figure(row.ours)} {unit}, {_figure(row.ratio)} of {peer_name}", file=sys.stderr)
+    return row

@@ -140,7 +140,8 @@ class DecodeService:
     def load(self) -> InstanceLoad:
         """For the heartbeat."""
         transfer = self._transfer.counters()
-        failed_transfers = transfer.pop("failed") + self._staging.num_refused + self._num_damaged
+        num_damaged = self._num_damaged + self._worker.num_damaged
+        failed_transfers = transfer.pop("failed") + self._staging.num_refused + num_damaged
         with self._lock:
             request_ids = list(self._request_ids)
         return InstanceLoad(

@@ -30,6 +30,7 @@ class DecodeWorker:
         self._waiting: list[DecodeJob] = []  # in order; those with a slot are being inserted
         self._active: dict[int, DecodeJob] = {}  # by slot
         self._speed = Speed()
+        self._num_damaged = 0
         self._ready = threading.Event()
         self._failure: Exception | None = None
         self._closed = False
@@ -85,6 +86,11 @@ class DecodeWorker:
     def tokens_per_second(self) -> float:
         return self._speed.tokens_per_second
 
+    @property
+    def num_damaged(self) -> int:
+        """Prompts whose KV changed while it was inserted, since the start."""
+        return self._num_damaged
+
     def close(self) -> None:
         """Ends after the step under way; jobs left over get UnavailableError."""
         with self._changed:
@@ -133,6 +139,12 @@ class DecodeWorker:
         try:
             piece = job.kv.blocks[job.num_inserted : job.num_inserted + self._engine.insert_blocks]
             self._engine.insert(job.slot, job.num_inserted, piece)
+            # A prefill whose lease is over may have written here since the KV was found whole.
+            job.kv.verify(job.num_inserted, len(piece))
+        except StoreError as error:
+            self._num_damaged += 1
+            self._end(job, error)
+            return
         except Exception as error:
             log.exception("request %s failed in the decode engine", job.request.request_id)
             self._end(job, InternalError(f"decode engine: {type(error).__name__}: {error}"))

@@ -61,7 +61,7 @@ class Monolith:
         prompt = np.asarray(request.tokens, np.int32)
         if prompt.size + request.max_tokens > self.max_tokens:
             raise ValueError(
-                f"{prompt.size} prompt tokens, {request.max_tokens} to come: the engines hold {self.max_tokens}"
+                f"{prompt.size} prompt tokens, {request.max_tokens} to come: room for {self.max_tokens}"
             )
         tokens: list[int] = []
         logprobs: list[float] = []

@@ -159,7 +159,7 @@ class Attempt:
         self._prefill_done = False
         self._drain = False  # the answer is complete; prefill may still store its blocks
         self._booked = False
-        self._handed_over = False  # decode owns the staging memory now
+        self._handed_over = False  # decode has taken the staging memory: it says so by its first event
 
     async def events(self, avoid: Sequence[str]) -> AsyncGenerator[Event, None]:
         """The answer's events; call `close` afterwards, however this ended."""
@@ -185,10 +185,10 @@ class Attempt:
 
         self.at = placement.decode.name
         decode = dispatcher.stub("decode", placement.decode.address)
-        self._handed_over = True
         async with aclosing(decode.generate(DecodeRequest(request, handle, first.token))) as tokens:
             while True:
                 event = await _next(tokens, TokenEvent, STALL_SECONDS)
+                self._handed_over = True
                 yield event
                 if event.finish:
                     return

@@ -152,8 +152,9 @@ class LocalCluster:
         prefill_engine: Callable[[], PrefillEngine] = FakePrefillEngine,
         decode_engine: Callable[[], DecodeEngine] = FakeDecodeEngine,
         transfer_timeout_seconds: float = 60.0,
+        rate_limit_nbytes_per_second: float | None = None,
     ):
-        """`host_ids`: instance name → host id; equal ones share memory."""
+        """`host_ids`: instance name → host id; equal ones share memory. The rate limit is each instance's."""
         with ExitStack() as stack:
             directory = Directory()
             stack.callback(directory.close)
@@ -180,6 +181,7 @@ class LocalCluster:
                     dram_nbytes=num_home_blocks * engine.format.nbytes,
                     heartbeat_seconds=0.2,
                     transfer_timeout_seconds=transfer_timeout_seconds,
+                    rate_limit_nbytes_per_second=rate_limit_nbytes_per_second,
                 )
 
             self.engines: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import http.client
 import json
 import random
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from mooncake_jax.frontend.app import build_app
 from mooncake_jax.frontend.config import FrontendConfig
 from mooncake_jax.frontend.dispatch import Dispatcher
 from mooncake_jax.frontend.server import HttpServer
+from mooncake_jax.frontend.text import Tokenizer
 
 
 class HttpFrontend:
@@ -27,16 +29,29 @@ class HttpFrontend:
 
     def ask(self, tokens, max_tokens=6, **fields):
         """(status, body)"""
+        status, raw = self.request(*self._request(tokens, max_tokens, fields))
+        return status, json.loads(raw)
+
+    def stream(self, tokens, max_tokens=6, **fields):
+        """The events of a stream that must end well."""
+        status, raw = self.request(*self._request(tokens, max_tokens, {"stream": True} | fields))
+        assert status == 200, raw
+        *events, done, end = raw.decode().split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def request(self, method, path, body=None, headers=None):
+        """(status, raw body)"""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(*self._request(tokens, max_tokens, fields))
+            connection.request(method, path, body, headers or {})
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            return response.status, response.read()
         finally:
             connection.close()
 
     def leave(self, tokens, seconds, max_tokens=6, **fields):
-        """Ask, and hang up after `seconds`."""
+        """Ask, and hang up after `seconds`; True if the whole answer had come by then."""
         method, path, body, headers = self._request(tokens, max_tokens, fields)
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         raw = (
@@ -45,12 +60,17 @@ class HttpFrontend:
         )
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as sock:
             sock.sendall(raw)
-            sock.settimeout(max(seconds, 1e-3))
-            try:
-                while sock.recv(4096):
-                    pass
-            except TimeoutError:
-                pass
+            deadline, got = time.monotonic() + seconds, b""
+            while (left := deadline - time.monotonic()) > 0:
+                sock.settimeout(left)
+                try:
+                    part = sock.recv(4096)
+                except TimeoutError:
+                    break
+                got += part
+                if not part:
+                    break
+        return b"[DONE]" in got or b'"usage"' in got
 
     def _request(self, tokens, max_tokens, fields):
         body = {"model": "fake", "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0}
@@ -59,10 +79,11 @@ class HttpFrontend:
 
 
 @contextmanager
-def http_frontend(cluster: LocalCluster):
+def http_frontend(cluster: LocalCluster, tokenizer: Tokenizer | None = None, vocab_size: int | None = None):
+    """`vocab_size` is the model's; both are those of the fakes if none are given."""
     dispatcher = Dispatcher(cluster.conductor.address)
-    config = FrontendConfig("fake", ByteTokenizer.vocab_size)
-    server = HttpServer(lambda: build_app(config, ByteTokenizer(), dispatcher))
+    config = FrontendConfig("fake", vocab_size or ByteTokenizer.vocab_size)
+    server = HttpServer(lambda: build_app(config, tokenizer or ByteTokenizer(), dispatcher))
     try:
         wait_until(lambda: dispatcher.max_tokens is not None, "the frontend is ready")
         yield HttpFrontend(server.port)

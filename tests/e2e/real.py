@@ -21,6 +21,7 @@ from mooncake_jax.engine.oracle import Monolith
 
 CFG = dataclasses.replace(preset("tiny"), max_position=4096)
 Z = CFG.block_tokens
+DECODE = DecodeConfig(staging_nbytes=256 << 20, max_waiting=16)
 
 
 def params(swapped: bool = False):
@@ -75,7 +76,7 @@ def engines(compile_cache):
     return prefill, decode
 
 
-def local_cluster(engines, num: int, transport: str) -> LocalCluster:
+def local_cluster(engines, num: int, transport: str, decode_config: DecodeConfig = DECODE) -> LocalCluster:
     prefill, decode = map(iter, engines)
     return LocalCluster(
         num_prefill=num,
@@ -83,6 +84,6 @@ def local_cluster(engines, num: int, transport: str) -> LocalCluster:
         host_ids=(lambda name: name) if transport == "tcp" else (lambda name: "here"),
         prefill_engine=lambda: next(prefill),
         decode_engine=lambda: next(decode),
-        decode=DecodeConfig(staging_nbytes=256 << 20, max_waiting=16),
+        decode=decode_config,
         num_home_blocks=1500,
     )

@@ -48,7 +48,7 @@ def test_check_params_names_what_is_wrong():
 
 
 def test_one_early_prompt_token_moves_the_logits():
-    """Otherwise equal outputs would prove nothing about KV: ≥ 95 of 100 trials must move by > 10 tolerances."""
+    """Otherwise equal outputs would prove nothing about KV: ≥ 95 of 100 trials move by > 10 tolerances."""
     params = jax.tree.map(jnp.asarray, llama.init_params(CFG, 0, "float32"))
     last = jax.jit(lambda tokens: jax.nn.log_softmax(llama.dense_logits(CFG, params, tokens)[-1]))
     rng = np.random.default_rng(0)

@@ -203,6 +203,36 @@ def test_cancelling_at_any_point_gives_everything_back(roles, gate):
     dispatch(roles, use)
 
 
+def test_cancelling_a_generate_that_never_reached_decode_gives_the_staging_memory_back(roles, monkeypatch):
+    async def use(dispatcher):
+        sent = asyncio.Event()
+
+        async def lost(request):
+            sent.set()
+            await asyncio.Event().wait()
+            yield
+
+        def stub(role, address, found=dispatcher.stub):
+            stub = found(role, address)
+            monkeypatch.setattr(stub, "generate", lost, raising=False)
+            return stub
+
+        monkeypatch.setattr(dispatcher, "stub", stub)
+
+        async def consume():
+            async with aclosing(dispatcher.generate(Request("r1", [1, 2, 3], 5))) as events:
+                async for _ in events:
+                    pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.wait_for(sent.wait(), 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    dispatch(roles, use)
+
+
 @pytest.mark.parametrize(("gate", "last"), [("prefill.done", 4), ("decode.step", 5)])
 def test_closing_the_generator_leaves_the_streams(roles, gate, last):
     roles.gates.hold.add(gate)
