@@ -142,5 +142,7 @@ def measure(
         if index > 0:
             series.add(value, other)
     row = series.row(peer_name)
-    tqdm.write(f"{row.name}: {_figure(row.ours)} {unit}, {_figure(row.ratio)} of {peer_name}", file=sys.stderr)
+    tqdm.write(
+        f"{row.name}: {_figure(row.ours)} {unit}, {_figure(row.ratio)} of {peer_name}", file=sys.stderr
+    )
     return row

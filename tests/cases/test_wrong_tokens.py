@@ -256,6 +256,7 @@ def test_padding_touches_nobody(engines, judge):
     short = [text(1 + i % 5, seed=300 + i) for i in range(48)]
     jobs = [*prompts, *short]
     random.Random(6).shuffle(jobs)
+    jobs = [*(text(6 * 512 + 1, seed=60 + i) for i in range(4)), *jobs]  # the others pass them at tile edges
     with local_cluster(engines, 2, "shm") as cluster, ThreadPoolExecutor(16) as pool:
         for _ in range(2):  # the second time, of most prompts only a tail is computed
             answers = list(pool.map(lambda prompt: cluster.ask(prompt, MAX_TOKENS), jobs))
