@@ -37,7 +37,7 @@ test: $(READY)
 	$(BIN)/python -m pytest tests -m "not soak"
 
 soak: $(READY)
-	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/soak -m soak
+	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests -m soak
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,4 @@
-"""The global KVCache store: `Directory` (who holds what), `Node` (DRAM slots) and `Client` (put, get,
-exists, remove).
-"""
+"""The global KVCache store: `Directory` (who holds what), `Node` (DRAM slots), `Client` (put, get, remove)."""
 
 from kvstore.block import BlockFormat, chain_keys, root_key
 from kvstore.client import Client

@@ -66,15 +66,20 @@ class Announcer:
         while not self._stopped.is_set():
             try:
                 self._step()
-                backoff = _FIRST_BACKOFF_SECONDS
             except StaleError as error:
                 log.error("node %s is no longer announced: %s", self._info.name, error)
                 return
             except StoreError as error:
                 log.warning("node %s was not heard, again in %.2f s: %s", self._info.name, backoff, error)
                 self._registered = self._registered and not isinstance(error, InvalidError)
-                self._stopped.wait(backoff)
-                backoff = min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
+            except Exception:  # or the node would fall silent for good
+                log.exception("node %s was not announced, again in %.2f s", self._info.name, backoff)
+                self._registered = False
+            else:
+                backoff = _FIRST_BACKOFF_SECONDS
+                continue
+            self._stopped.wait(backoff)
+            backoff = min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
 
     def _step(self) -> None:
         if not self._registered or self._store.snapshot_needed():

@@ -143,9 +143,7 @@ class Client:
         return self._lease(info, keys, min(self._timeout_seconds, _NODE_SECONDS))
 
     def counters(self) -> dict[str, int]:
-        """Objects got from `home` and `remote`, `missed`, found `stale` (listed, but gone) or `corrupt`,
-        since the start.
-        """
+        """Objects got from `home` and `remote`, `missed`, `stale` (listed, but gone) or `corrupt`, so far."""
         with self._counter_lock:
             return {name: self._counters[name] for name in ("home", "remote", "missed", "stale", "corrupt")}
 
@@ -235,9 +233,7 @@ class Client:
         )
 
     def _report_corrupt(self, info: NodeInfo, keys: list[bytes]) -> None:
-        """Let the owner look at its own bytes; if they are damaged, or it does not say, forget that it
-        holds them.
-        """
+        """Let the owner look at its bytes; if they are damaged, or it is silent, forget that it holds them."""
         self._count(corrupt=len(keys))
         intact: list[bool] = []
         try:
@@ -253,9 +249,7 @@ class Client:
     def _put_elsewhere(
         self, keys: list[bytes], views: list[memoryview], part_nbytes: int, deadline: float
     ) -> list[PutResult]:
-        """Each object where it is said to be already, else where there is most room; what failed there, on
-        the next node.
-        """
+        """Each object where it is said to be, else where most room is; what failed there, on the next node."""
         results: list[PutResult] = ["failed"] * len(keys)
         nodes = [info for info in self._locator.nodes_by_room() if not self._peers.is_suspect(info.name)]
         holders = self._locator.holders(keys)

@@ -1,6 +1,4 @@
-"""The directory service: `DirectoryState` behind a lock, its watch streams, and the clock that forgets
-silent nodes.
-"""
+"""The directory service: `DirectoryState` behind a lock, its watch streams, a clock for silent nodes."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ class Directory:
             return m.NodesReply(self._state.nodes())
 
     def watch(self, request: m.WatchRequest, context: grpc.ServicerContext) -> Iterator[m.WatchBatch]:
-        """Events as they happen, an empty batch every `WATCH_BEAT_SECONDS` without any, a snapshot when it
-        must be.
-        """
+        """Events as they happen, an empty batch every `WATCH_BEAT_SECONDS` without any, snapshots if need be."""
         with self._changed:
             if self._num_watchers >= self._max_watchers:
                 raise ExhaustedError(f"the directory has {self._max_watchers} watchers already")

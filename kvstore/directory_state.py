@@ -89,8 +89,7 @@ class DirectoryState:
         return True
 
     def announce(self, news: Announce, now: float) -> bool:
-        """False if that life of the node is not known, or an announcement is missing: the node must
-        register again.
+        """False if that life is not known, or an announcement is missing: the node must register again.
 
         Raises InvalidError when a node claims more keys than it has slots.
         """
@@ -104,13 +103,14 @@ class DirectoryState:
             return False
         if len(set(news.added).intersection(news.removed)):
             raise InvalidError(f"node {news.name!r}: a key is announced as both added and removed")
-        self._index.remove(news.name, news.removed)
+        gone = {key for key in news.removed if self._index.holds(news.name, key)}
         new = {key for key in news.added if not self._index.holds(news.name, key)}
-        if self._index.num_keys(news.name) + len(new) > member.info.num_slots:
+        if self._index.num_keys(news.name) - len(gone) + len(new) > member.info.num_slots:
             raise InvalidError(
                 f"node {news.name!r} announces more keys than its {member.info.num_slots} slots"
             )
         member.sequence = news.sequence
+        self._index.remove(news.name, news.removed)
         self._index.add(news.name, news.added)
         self.log.append(KeysChanged(news.name, news.added, news.removed))
         return True

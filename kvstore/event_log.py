@@ -50,9 +50,7 @@ class EventLog:
             self._weight -= _weight(self._events.popleft())
 
     def since(self, sequence: int) -> list[WatchEvent] | None:
-        """The next events after `sequence`, one message full at most; None if they are no longer here (or
-        never were).
-        """
+        """The next events after `sequence`, at most one message full; None if they are not here (any more)."""
         first = self.sequence - len(self._events)
         if not first <= sequence <= self.sequence:
             return None

@@ -38,9 +38,7 @@ class PrefixIndex:
         return list(self._bits)
 
     def bit(self, node: str) -> int:
-        """The node's bit number, given at first sight and kept until it is forgotten; then it may be given
-        again.
-        """
+        """The node's bit number, given at first sight; when it is forgotten, another may get it."""
         bit = self._bits.get(node)
         if bit is None:
             if "" in self._names:

@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Locator:
-    """The replica of the directory, what this client knows better, and the directory itself when the
-    replica is behind.
-    """
+    """The replica of the directory, what this client knows better, and the directory for when it lags."""
 
     def __init__(self, directory_address: str, replica: DirectoryReplica, *, host_id: str):
         self._replica = replica
@@ -39,9 +37,7 @@ class Locator:
         replica.subscribe(self)
 
     def holders(self, keys: Sequence[bytes]) -> list[list[NodeInfo]]:
-        """Who is believed to hold each key: nodes of this host first, others in an order drawn for this
-        call.
-        """
+        """Who is believed to hold each key: this host first, others in an order drawn for this call."""
         if self._replica.in_sync:
             infos = {info.name: info for info in self._replica.nodes()}
             names = self._replica.holders(keys)

@@ -244,9 +244,8 @@ class NodeStats(msgspec.Struct, frozen=True):
 DIRECTORY = Service(
     "mooncake.Directory",
     {
-        "register": Method(
-            NodeInfo, RegisterReply
-        ),  # StaleError: this epoch of the name was replaced by another
+        # StaleError: this epoch of the name was replaced by another
+        "register": Method(NodeInfo, RegisterReply),
         "heartbeat": Method(NodeBeat, Known),
         "announce": Method(Announce, Known),
         "leave": Method(NodeId, Empty),
@@ -260,17 +259,15 @@ NODE = Service(
     "mooncake.Node",
     {
         "reserve": Method(NodeReserve, ReserveReply),
-        "commit": Method(
-            CommitRequest, Flags
-        ),  # False: the bytes that arrived do not match. StaleError: too late
+        # False: the bytes that arrived do not match. StaleError: too late
+        "commit": Method(CommitRequest, Flags),
         "abort": Method(HandleRequest, Empty),
         "lease": Method(NodeKeys, LeaseReply),
         "release": Method(HandleRequest, Empty),
         "exists": Method(NodeKeys, Flags),
         "remove": Method(NodeKeys, Flags),
-        "check": Method(
-            NodeKeys, Flags
-        ),  # the node compares its own bytes with their crcs; damaged ones are removed
+        # the node compares its own bytes with their crcs; damaged ones are removed
+        "check": Method(NodeKeys, Flags),
         "stats": Method(Empty, NodeStats),
     },
 )

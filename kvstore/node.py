@@ -1,6 +1,4 @@
-"""A store node: DRAM slots in shared memory, in every prefill and decode process or alone. (Paper §3:
-Mooncake Store.)
-"""
+"""A store node: DRAM slots in shared memory, in every engine process or alone (paper §3: Mooncake Store)."""
 
 from __future__ import annotations
 
@@ -174,8 +172,7 @@ class Node:
         return [(NODE, NodeService(self._store, self.epoch, self.config.lease_seconds))]
 
     def join(self, directory_address: str, own_address: str) -> None:
-        """Register at the directory, beat and announce, in the background and again after every loss of
-        contact.
+        """Register at the directory, beat and announce, in the background and after every loss of contact.
 
         `own_address` is where `handlers` are served. Raises InvalidError when the node has joined already.
         """
@@ -194,17 +191,15 @@ class Node:
         self._announcer = Announcer(directory_address, info, self._store)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until the directory has heard of everything so far; False if it has not in time (or never
-        joined).
-        """
+        """Wait until the directory has heard of all so far; False if it has not in time, or never joined."""
         return self._announcer is not None and self._announcer.flush(timeout_seconds)
 
     def reserve(self, keys: Sequence[bytes], nbytes: int, part_nbytes: int) -> Reservation:
-        """Slots for objects of `nbytes` bytes with a crc32 per `part_nbytes`; least recently used objects
-        give way.
+        """Slots for objects of `nbytes` bytes with a crc32 per `part_nbytes`.
 
-        Leased and reserved slots never do. Per item: accepted, or a reason: "present", "writing" (by
-        another), "no_room" (all in use), "too_large" (never fits). Raises InvalidError for bad keys or sizes.
+        Least recently used objects give way, leased and reserved slots never. Per item: accepted, or a reason:
+        "present", "writing" (by another), "no_room" (all in use), "too_large" (never fits). Raises
+        InvalidError for bad keys or sizes.
         """
         check_keys(keys)
         handle, outcome = self._store.reserve(keys, nbytes, part_nbytes, None)
@@ -224,9 +219,7 @@ class Node:
         return self._store.remove(keys)
 
     def stats(self) -> dict[str, int]:
-        """Slots by state (free, reserved, resting, committed, removed), leased blocks, open leases,
-        evicted, corrupt.
-        """
+        """Slots by state (free, reserved, resting, committed, removed), leases, evicted and corrupt blocks."""
         return self._store.stats()
 
     def validate(self) -> None:

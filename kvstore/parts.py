@@ -16,9 +16,7 @@ def part_crcs(data: memoryview, part_nbytes: int) -> tuple[int, ...]:
 
 
 def covered_parts(offset: int, nbytes: int, total_nbytes: int, part_nbytes: int) -> range | None:
-    """The parts that bytes `offset … offset + nbytes` of an object consist of; None if the range cuts a
-    part.
-    """
+    """The parts that make up bytes `offset … offset + nbytes`; None if the range cuts a part."""
     end = offset + nbytes
     if offset % part_nbytes or (end % part_nbytes and end != total_nbytes):
         return None

@@ -1,6 +1,4 @@
-"""Connections from a client to the Node services, calls to several nodes at once, and whom not to bother
-for a moment.
-"""
+"""Connections from a client to Node services, calls to several at once, and whom to leave alone a while."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ class RemoteLease:
         buffers: Sequence[object],
         timeout_seconds: float | None = None,
     ) -> None:
-        """Bytes `offset … offset + nbytes` of each object in `indices` into the buffer beside it, in one
-        batch.
+        """One batch: bytes `offset … offset + nbytes` of each object in `indices` into the buffer beside it.
 
         On an error the buffers' contents are undefined. Raises InvalidError for ranges or buffers that do not
         fit, StaleError when the lease is over or the bytes are not those that were leased, UnavailableError

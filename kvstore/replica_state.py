@@ -23,6 +23,10 @@ class ReplicaState:
         """A new stream begins: half a snapshot is of no use."""
         self._snapshot = []
 
+    def ask_for_snapshot(self) -> None:
+        """Something is wrong with what is known: the next stream puts it right."""
+        self.position = WatchRequest(0, 0)
+
     def apply(self, batch: WatchBatch) -> list[WatchEvent]:
         """Take the next batch. Raises InternalError on a gap; then `position` asks for a snapshot.
 
@@ -37,7 +41,7 @@ class ReplicaState:
         else:
             expected = self.position.sequence + len(batch.events)
             if batch.epoch != self.position.epoch or batch.sequence != expected:
-                self.position = WatchRequest(0, 0)
+                self.ask_for_snapshot()
                 raise InternalError(
                     f"the watch stream has a gap: event {batch.sequence}, expected {expected}"
                 )

@@ -221,9 +221,7 @@ class SlotPool:
         return list(self._committed)
 
     def stats(self) -> dict[str, int]:
-        """Counts of slots by state (`free + reserved + resting + committed + removed = slots`), leases,
-        evictions.
-        """
+        """Slots by state (free, reserved, resting, committed, removed; `slots` in all), leases, evictions."""
         return {
             "slots": self.num_slots,
             "free": len(self._free),

@@ -57,9 +57,7 @@ def _round_up(nbytes: int, to: int) -> int:
 class SlotStore:
     """What in-process handles and the Node service both call.
 
-    Thread-safe; crcs are computed outside the lock.
-
-    Every method raises UnavailableError after `close`.
+    Thread-safe; crcs are computed outside the lock. Every method raises UnavailableError after `close`.
     """
 
     def __init__(
@@ -132,9 +130,7 @@ class SlotStore:
             return self._pool.abort(handle, None if settled else now + self._pool.rest_seconds)
 
     def lease(self, keys: Sequence[bytes], lease_seconds: float | None) -> tuple[int, list[Block | None]]:
-        """A new handle and the blocks that are here; until `release` (or the time is over) they are not
-        evicted.
-        """
+        """A new handle and the blocks that are here; not evicted until `release`, or the time is over."""
         handle = secrets.randbits(62)
         with self._lock:
             now = self._begin()
@@ -161,9 +157,7 @@ class SlotStore:
         return removed
 
     def check(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key is here and its bytes still have their crcs; damaged ones are removed and
-        counted.
-        """
+        """Whether each key is here and its bytes match their crcs; damaged ones are removed and counted."""
         handle, blocks = self.lease(keys, None)
         try:
             intact = [b is not None and part_crcs(self.view(b), b.part_nbytes) == b.crcs for b in blocks]
@@ -208,9 +202,7 @@ class SlotStore:
             self.changed.set()
 
     def take_changes(self, limit: int) -> tuple[list[bytes], list[bytes]]:
-        """At most `limit` changes `(added, removed)` that were not announced; `changed` tells whether more
-        are left.
-        """
+        """At most `limit` changes `(added, removed)` not yet announced; `changed` tells if more are left."""
         with self._lock:
             taken = self._changes.take(limit)
             if not self._changes:

@@ -50,9 +50,8 @@ class DirectoryReplica:
         self._state = ReplicaState()
         self._lock = threading.Condition()  # guards the state, the listeners and _heard
         self._listeners: list[ReplicaListener] = []
-        self._heard: float | None = (
-            None  # when the stream last spoke; None: no stream, or no whole snapshot yet
-        )
+        # when the stream last spoke; None: no stream, or no whole snapshot yet
+        self._heard: float | None = None
         self._stopped = threading.Event()
         self._replies: Any = None
         self._thread = threading.Thread(target=self._run, name="directory-replica", daemon=True)
@@ -116,9 +115,14 @@ class DirectoryReplica:
             except StoreError as error:
                 if not self._stopped.is_set():
                     log.warning("the directory's watch stream ended, again in %.2f s: %s", backoff, error)
+            except Exception:  # a message that no directory should send must not end the replica for good
+                log.exception("the directory's watch stream broke, again in %.2f s", backoff)
+                with self._lock:
+                    self._state.ask_for_snapshot()
             with self._lock:
                 self._heard = None
-                self._replies.cancel()
+                if self._replies is not None:
+                    self._replies.cancel()
             self._stopped.wait(backoff)
             backoff = min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
 

@@ -72,13 +72,13 @@ def _extend(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | None,
     platform: Platform,
 ) -> _Softmax:
-    """Softmax state after some more keys; the first keys (state None) must leave every row that matters at
-    least one.
-    """
-    scores = jnp.where(mask, _dot(queries, keys, keys.ndim - 1), _MASKED)
+    """Softmax state after some more keys; the first keys (state None) must leave every row that matters one."""
+    scores = _dot(queries, keys, keys.ndim - 1)
+    if mask is not None:
+        scores = jnp.where(mask, scores, _MASKED)
     maximum = scores.max(-1, keepdims=True)
     if state is not None:
         maximum = jnp.maximum(state.maximum, maximum)
@@ -115,14 +115,22 @@ def tile_attention(
         state = _extend(None, q, keys.transpose(1, 0, 2), values.transpose(1, 0, 2), causal[None], platform)
         run_tokens = run_pages * pages.shape[4]
 
-        def step(j: jax.Array, state: _Softmax) -> _Softmax:
-            cached = (j * run_tokens + jnp.arange(run_tokens, dtype=jnp.int32)) < start
-            run = cache.read_pages(pages, None, slot, j * run_pages, run_pages)  # [K, 2, S, H]
-            run = jnp.where(cached[None, None, :, None], run, jnp.zeros((), run.dtype))
-            k, v = cache.from_storage(run[:, 0]), cache.from_storage(run[:, 1])
-            return _extend(state, q, k, v, cached[None, None, :], platform)
+        def read(j: jax.Array) -> jax.Array:
+            return cache.read_pages(pages, None, slot, j * run_pages, run_pages)  # [K, 2, S, H]
 
-        state = lax.fori_loop(jnp.int32(0), (start + run_tokens - 1) // run_tokens, step, state)
+        def whole(j: jax.Array, state: _Softmax) -> _Softmax:
+            run = cache.from_storage(read(j))
+            return _extend(state, q, run[:, 0], run[:, 1], None, platform)
+
+        def partial(j: jax.Array, state: _Softmax) -> _Softmax:
+            cached = (j * run_tokens + jnp.arange(run_tokens, dtype=jnp.int32)) < start
+            run = read(j)
+            run = cache.from_storage(jnp.where(cached[None, None, :, None], run, jnp.zeros((), run.dtype)))
+            return _extend(state, q, run[:, 0], run[:, 1], cached[None, None, :], platform)
+
+        num_whole = start // run_tokens
+        state = lax.fori_loop(jnp.int32(0), num_whole, whole, state)
+        state = lax.fori_loop(num_whole, (start + run_tokens - 1) // run_tokens, partial, state)
         return state.finish().reshape(K, G, T, H).transpose(2, 0, 1, 3).reshape(T, N, H)
 
 

@@ -36,9 +36,7 @@ def from_storage(x: jax.Array) -> jax.Array:
 
 
 def to_pages(cfg: LlamaConfig, keys: jax.Array, values: jax.Array, num_valid: jax.Array) -> jax.Array:
-    """Keys and values `[T, K, H]` of a tile that starts a page → pages `[M, K, 2, Z, H]`; rows from
-    `num_valid` are 0.
-    """
+    """Keys, values `[T, K, H]` of a tile at a page start → pages `[M, K, 2, Z, H]`, 0 from row `num_valid`."""
     T = keys.shape[0]
     Z = cfg.block_tokens
     both = jnp.stack([keys, values], axis=2)  # [T, K, 2, H]
@@ -56,9 +54,7 @@ def write_pages(pages: Pages, new: jax.Array, slot: jax.Array, first_page: jax.A
 def write_rows(
     pages: Pages, keys: jax.Array, values: jax.Array, positions: jax.Array, active: jax.Array
 ) -> Pages:
-    """Put one token's keys and values `[b, K, H]` per slot at `positions` `[b]`; inactive slots stay
-    untouched.
-    """
+    """Put one token's keys and values `[b, K, H]` per slot at `positions` `[b]`; inactive slots stay."""
     Z, b = pages.shape[4], positions.shape[0]
     rows = jnp.stack([keys, values], axis=2)  # [b, K, 2, H]
     page = jnp.where(active, positions // Z, pages.shape[1])  # past the end: dropped

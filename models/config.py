@@ -1,5 +1,4 @@
-"""The shape of a Llama-family decoder: one frozen, hashable record, and the presets that serving and tests
-use.
+"""The shape of a Llama-family decoder: one frozen, hashable record, and presets for serving and tests.
 
 Hashable because it is a static argument of every jitted step. Token ids with a meaning (BOS, EOS) are the
 tokenizer's, not the model's.

@@ -18,9 +18,8 @@ def inverse_frequencies(cfg: LlamaConfig) -> np.ndarray:
         return frequencies.astype(np.float32)
     if scaling.kind == "linear":
         return (frequencies / scaling.factor).astype(np.float32)
-    turns = (
-        scaling.original_max_position * frequencies / (2 * np.pi)
-    )  # full turns within the original context
+    # full turns within the original context
+    turns = scaling.original_max_position * frequencies / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (frequencies * (keep + (1.0 - keep) / scaling.factor)).astype(np.float32)

@@ -40,16 +40,13 @@ def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The most likely token of each row of `[B, V]` (the lowest id among equals), and its log probability."""
     V = logits.shape[-1]
     top = logits.max(-1, keepdims=True)
-    token = jnp.where(logits == top, jnp.arange(V, dtype=jnp.int32), V - 1).min(
-        -1
-    )  # in two stages: argmax is slow
+    # in two stages: argmax is slow
+    token = jnp.where(logits == top, jnp.arange(V, dtype=jnp.int32), V - 1).min(-1)
     return token, -jnp.log(jnp.exp(logits - top).sum(-1))
 
 
 def sample(logits: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
-    """Draw one token per row of `[B, V]`; rows with temperature 0 are greedy. Returns tokens and log
-    probabilities.
-    """
+    """One token per row of `[B, V]`, and its log probability; rows with temperature 0 are greedy."""
     best, _ = greedy(logits)
     top = logits.max(-1, keepdims=True)
     is_greedy = draw.temperature <= 0.0
@@ -80,9 +77,7 @@ def _uniform(seed: Column, step: Column) -> jax.Array:
 
 
 def _largest_bits(enough: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest float32 in [0, 1], per row, for which `enough` holds, as a float; `enough` is monotone,
-    true at 0.
-    """
+    """Per row, the largest float32 in [0, 1] for which `enough` holds; it is monotone, and true at 0."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -131,8 +126,6 @@ def _search(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _first_above(ends: jax.Array, target: jax.Array) -> jax.Array:
-    """Index of the first interval `[…, n]` that ends above `target`; with rounding at the very end, the
-    last non-empty.
-    """
+    """Index of the first interval `[…, n]` that ends above `target`, at most the last non-empty one."""
     last_rise = jnp.where(ends < ends[:, -1:], 1, 0).sum(-1)  # first index that reaches the total
     return jnp.minimum((ends <= target[:, None]).sum(-1), last_rise)

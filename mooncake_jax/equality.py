@@ -34,9 +34,7 @@ TOLERANCES = {"float32": Tolerance(1e-3, 2e-3), "bfloat16": Tolerance(0.2, 0.2)}
 
 @dataclass(frozen=True)
 class EqualityReport:
-    """Outcome of comparing one answer; `first_violation` says where and why it is not equal, and is None if
-    it is.
-    """
+    """Outcome of comparing one answer. `first_violation`: where and why it is not equal, or None."""
 
     num_tokens: int
     max_abs_dlogprob: float

@@ -40,9 +40,8 @@ class Request(msgspec.Struct, frozen=True):
     tokens: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
     sampling: Sampling = Sampling()
-    stop_token_ids: Annotated[
-        list[TokenId], Meta(max_length=1024)
-    ] = []  # any of these ends the text; empty: none does
+    # any of these ends the text; empty: none does
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
     salt: Annotated[str, Meta(max_length=1024)] = ""  # the tenant's; part of every block key
 
 
@@ -74,6 +73,7 @@ class StagingHandle(msgspec.Struct, frozen=True):
     Layout at `offset` of `segment`: flags `[num_blocks, num_groups, 2]` as little-endian u32 (generation, crc32 of that
     block's layer group), padded to 4096 bytes; then `num_blocks` blocks in the one block layout. A (block, group) has
     arrived when its flag carries this handle's generation; decode checks bytes against the crc before use.
+    The memory may be another's when for `lease_seconds` no KV has arrived and nobody has asked for it.
     """
 
     instance: Name
@@ -83,6 +83,7 @@ class StagingHandle(msgspec.Struct, frozen=True):
     segment: Segment
     offset: Nbytes
     num_blocks: Count
+    lease_seconds: Seconds
 
 
 class PrefillRequest(msgspec.Struct, frozen=True):
@@ -107,9 +108,8 @@ class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
 
     queue_seconds: Seconds
     prefill_seconds: Seconds
-    stream_tail_seconds: (
-        Seconds  # from the first token to the last byte at decode: transfer that was not hidden
-    )
+    # from the first token to the last byte at decode: transfer that was not hidden
+    stream_tail_seconds: Seconds
     streamed_nbytes: Nbytes
 
 

@@ -15,12 +15,10 @@ class Peer(msgspec.Struct, frozen=True):
     """One transfer engine. `epoch` is random per process: a restart on the same address is another peer."""
 
     epoch: Size
-    host_id: (
-        Text  # equal host ids may share memory; tests and benches set different ones to force the network
-    )
-    rails: list[
-        tuple[Text, Annotated[int, Meta(ge=0, lt=65536)]]
-    ]  # (host, port) of every TCP listener, one per NIC
+    # equal host ids may share memory; tests and benches set different ones to force the network
+    host_id: Text
+    # (host, port) of every TCP listener, one per NIC
+    rails: list[tuple[Text, Annotated[int, Meta(ge=0, lt=65536)]]]
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -20,11 +20,8 @@ from models.config import LlamaConfig
 from models.llama import Params
 
 FINGERPRINT_NBYTES = 16
-_SERVING_FIELDS = (
-    "block_tokens",
-    "layers_per_group",
-    "max_position",
-)  # how serving cuts a model, not what it computes
+# how serving cuts a model, not what it computes
+_SERVING_FIELDS = ("block_tokens", "layers_per_group", "max_position")
 
 
 def weights_fingerprint(cfg: LlamaConfig, params: Params) -> bytes:

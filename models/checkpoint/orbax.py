@@ -68,11 +68,10 @@ def save_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
 
 
 def load_orbax(path: Path, target: Target, *, verify: bool = True) -> Model:
-    """Read what `save_checkpoint` wrote, under our placement, whatever devices it was saved from; see
-    `load_model`.
+    """Read what `save_checkpoint` wrote, under our placement, whatever devices it was saved from.
 
-    With `verify` the fingerprint is computed anew and compared (about a second per GB and core); it cannot be
-    where the dtype changes.
+    See `load_model`. With `verify` the fingerprint is computed anew and compared (about a second per GB and
+    core); it cannot be where the dtype changes.
     """
     path = path.absolute()
     manifest = _read_manifest(path)

@@ -18,9 +18,8 @@ class Target:
 
     dtype: str
     shardings: Any = None
-    on_progress: Callable[[int, int], None] | None = (
-        None  # bytes of the result that are there, and all of them
-    )
+    # called with the bytes of the result that are there, and all of them
+    on_progress: Callable[[int, int], None] | None = None
 
     @property
     def numpy_dtype(self) -> np.dtype:

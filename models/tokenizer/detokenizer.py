@@ -75,8 +75,7 @@ class Pieces:
 
 
 class Detokenizer:
-    """Text of one growing answer. What `push` and `flush` returned, joined, is the decoding of all ids at
-    once.
+    """Text of one growing answer: what `push` and `flush` returned, joined, decodes all ids at once.
 
     Constant work per token. A character is given out only when all its bytes are there; bytes that can never
     become a character are U+FFFD, as they are for a whole text. One object per answer; not shared between

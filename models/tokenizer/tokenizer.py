@@ -71,11 +71,10 @@ class Tokenizer:
         return {token.content: i for i, token in sorted(added.items()) if token.special}
 
     def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
-        """Ids of `text`; control tokens written in it count as such. `add_bos` None: as the model's files
-        say.
+        """Ids of `text`; control tokens written in it count as such.
 
-        BOS is never put before a text that begins with it. Raises TokenizerError for text that is not
-        Unicode.
+        `add_bos` None: as the model's files say. BOS is never put before a text that begins with it. Raises
+        TokenizerError for text that is not Unicode.
         """
         ids = self._ids(self._backend, text)
         want = self.settings.add_bos if add_bos is None else add_bos

@@ -1,13 +1,11 @@
-"""Blocks of generated tokens on their way to the home node, so that the next turn of a conversation reuses
-the answer.
-"""
+"""Blocks of generated tokens on their way to the home node: the next turn of a conversation reuses them."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,16 +69,17 @@ class AnswerSaver:
         """Blocks not kept: too many waited, or the home node had no room."""
         return self._num_dropped
 
-    def has_room(self) -> bool:
-        """Whether `save` would take a block now."""
-        return self._num_pending < self._max_blocks
+    def save(self, key: bytes, extract: Callable[[], np.ndarray]) -> None:
+        """Takes the block that `extract` returns, `[L, K, 2, Z, H]`, an array of its own; never waits.
 
-    def save(self, key: bytes, block: np.ndarray) -> None:
-        """Takes `block`, `[L, K, 2, Z, H]`, an array of its own; never waits."""
-        with self._lock:
-            if not self.has_room():
+        Without room it is not even extracted. One thread calls this. Raises what `extract` raises.
+        """
+        if self._num_pending >= self._max_blocks:
+            with self._lock:
                 self._num_dropped += 1
-                return
+            return
+        block = extract()
+        with self._lock:
             self._num_pending += 1
         self._queue.put(_Save(key, block))
 
@@ -95,6 +94,9 @@ class AnswerSaver:
                 dropped = not self._put(save)
             except StoreError as error:
                 log.warning("a block of an answer was not kept: %s", error)
+                dropped = True
+            except Exception:  # the next block may do better
+                log.exception("a block of an answer was not kept")
                 dropped = True
             with self._lock:
                 self._num_pending -= 1

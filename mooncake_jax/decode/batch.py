@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,9 +45,7 @@ class _Row:
 
 
 class Batch:
-    """Slots are taken lowest first (lower ones are cheaper), then joined when their KV is in the device
-    cache.
-    """
+    """Slots are taken lowest first (lower ones are cheaper), and join when the device cache has their KV."""
 
     def __init__(self, num_slots: int, max_tokens: int, block_tokens: int):
         self.num_slots = num_slots
@@ -71,9 +68,7 @@ class Batch:
         return heapq.heappop(self._free) if self._free else None
 
     def join(self, slot: int, request: Request, first_token: int) -> None:
-        """From the next step on, `slot` continues `request` from `first_token`, which goes after
-        the prompt.
-        """
+        """From the next step on, `slot` continues `request` from `first_token`, the one after the prompt."""
         row = self._rows[slot] = _Row(request, first_token, len(request.tokens), num_drawn=1)
         a, sampling = self._arrays, request.sampling
         a.active[slot] = True
@@ -94,9 +89,7 @@ class Batch:
         return self._arrays
 
     def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Drawn]:
-        """Takes a step's outcome, `[B]` each; rows that end leave, and `Drawn.slot` is free again
-        after this.
-        """
+        """Takes a step's outcome, `[B]` each. Rows that end leave: their `Drawn.slot` is free at once."""
         drawn = []
         for slot, row in sorted(self._rows.items()):
             filled = row.position
@@ -109,10 +102,6 @@ class Batch:
             else:
                 self.leave(slot)
         return drawn
-
-    @property
-    def active_slots(self) -> Sequence[int]:
-        return sorted(self._rows)
 
     @property
     def num_taken(self) -> int:

@@ -10,12 +10,11 @@ class DecodeConfig:
     """Limits of one decode instance; times are seconds."""
 
     staging_nbytes: int = 256 << 20  # registered memory that prefill instances stream KV into
-    staging_lease_seconds: float = (
-        60.0  # a reservation that nobody uses, and no KV arrives in, ends after this
-    )
-    quarantine_seconds: float = (
-        15.0  # memory of a broken-off stream rests this long; at least the transfer timeout
-    )
+    # a reservation that nobody uses, and no KV arrives in, ends after this; prefill leaves the
+    # last quarter unused, which should be no shorter than the transfer timeout
+    staging_lease_seconds: float = 60.0
+    # memory of a broken-off stream rests this long; at least the transfer timeout
+    quarantine_seconds: float = 15.0
     arrival_seconds: float = 10.0  # how long `generate` waits for KV that is still on its way
     max_waiting: int = 32  # requests reserved or waiting beyond the batch's slots; one more is ExhaustedError
     max_saving_blocks: int = 64  # answer blocks on their way to the home node; more are not kept

@@ -14,9 +14,7 @@ from mooncake_jax.request import DecodeRequest, TokenEvent
 
 
 class DecodeJob:
-    """Made and closed by the request's handler; the worker that owns the engine inserts its KV and draws its
-    tokens.
-    """
+    """Made and closed by the request's handler; the engine's worker inserts its KV and draws its tokens."""
 
     def __init__(
         self,

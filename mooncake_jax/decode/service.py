@@ -1,11 +1,9 @@
-"""The Decode service: lends staging memory, checks what arrived there, streams the tokens that follow the
-first.
+"""The Decode service: lends staging memory, checks what arrived there, streams the next tokens.
 
 The life of a request here:
 1. `reserve` lends staging memory for the whole prompt's KV, by a handle that is good once.
 2. Prefill writes into it, one-sidedly, while this instance generates for others.
-3. `generate` waits for the flag of every (block, layer group), compares the bytes with their crc32, and
-   queues.
+3. `generate` waits for the flag of every (block, layer group), compares the bytes with their crc32, queues.
 4. The worker inserts the blocks between two steps of the batch; then the staging memory is free and the
    request joins.
 5. Blocks that the answer fills go to the home node. Its end or the caller leaving the stream frees the row.
@@ -70,9 +68,7 @@ class DecodeService:
         self._num_damaged = 0
 
     def reserve(self, request: ReserveRequest) -> StagingHandle:
-        """Raises StaleError for another epoch, InvalidError when it can never fit, ExhaustedError when not
-        now.
-        """
+        """Raises StaleError (another epoch), InvalidError (can never fit), ExhaustedError (not now)."""
         if request.epoch != self._epoch:
             raise StaleError(
                 f"meant for epoch {request.epoch:x} of decode instance {self._name!r}, which is now epoch"
@@ -88,7 +84,7 @@ class DecodeService:
             raise ExhaustedError(
                 f"{num_open} requests are reserved or running here, the limit is {limit}: try again"
             )
-        return self._staging.reserve(request.prompt_tokens, time.monotonic())
+        return self._staging.reserve(request.request_id, request.prompt_tokens, time.monotonic())
 
     def release(self, handle: StagingHandle) -> Empty:
         """Raises NotFoundError or StaleError for a handle that is not good (any more)."""
@@ -170,8 +166,8 @@ class DecodeService:
 
     @contextmanager
     def _taken(self, request: DecodeRequest) -> Iterator[StagedKV]:
-        kv = self._staging.take(request.handle, time.monotonic())
         request_id = request.request.request_id
+        kv = self._staging.take(request.handle, request_id, time.monotonic())
         with self._lock:
             self._request_ids.append(request_id)
         try:

@@ -70,10 +70,15 @@ class StagedKV:
 
 @dataclass
 class _Loan:
+    request_id: str
     kv: StagedKV
     lease_until: float
     num_arrived: int = 0
     is_taken: bool = False
+
+
+def _name_of(handle: StagingHandle) -> str:
+    return f"staging handle (slot {handle.slot}, generation {handle.generation})"
 
 
 class Staging:
@@ -101,8 +106,8 @@ class Staging:
         self._generation = 0
         self._num_refused = 0
 
-    def reserve(self, prompt_tokens: int, now_seconds: float) -> StagingHandle:
-        """Memory for the KV of a prompt.
+    def reserve(self, request_id: str, prompt_tokens: int, now_seconds: float) -> StagingHandle:
+        """Memory for the KV of a request's prompt.
 
         Raises InvalidError if it can never fit, ExhaustedError if not now.
         """
@@ -134,25 +139,29 @@ class Staging:
                 segment=self._segment,
                 offset=offset,
                 num_blocks=num_blocks,
+                lease_seconds=self._config.staging_lease_seconds,
             )
             kv = StagedKV(self._memory, handle, self._format)
             kv.flags[:] = 0
-            self._loans[slot] = _Loan(kv, now_seconds + self._config.staging_lease_seconds)
+            self._loans[slot] = _Loan(request_id, kv, now_seconds + handle.lease_seconds)
             return handle
 
-    def take(self, handle: StagingHandle, now_seconds: float) -> StagedKV:
+    def take(self, handle: StagingHandle, request_id: str, now_seconds: float) -> StagedKV:
         """The KV behind a handle, which is good once; give it back by `end`.
 
         Raises StaleError for a handle of an earlier epoch or that was used, released or has expired,
-        NotFoundError for one that was never given out like this. Each such handle adds one to `num_refused`.
+        NotFoundError for one that was never given out like this, or for another request. Each such handle
+        adds one to `num_refused`.
         """
         with self._lock:
             self._sweep(now_seconds)
-            error = self._refusal(handle)
-            if error is not None:
+            try:
+                loan = self._open_loan(handle)
+                if loan.request_id != request_id:
+                    raise NotFoundError(f"{_name_of(handle)} was not given out for request {request_id!r}")
+            except StoreError:
                 self._num_refused += 1
-                raise error
-            loan = self._loans[handle.slot]
+                raise
             loan.is_taken = True
             return loan.kv
 
@@ -163,10 +172,7 @@ class Staging:
         """
         with self._lock:
             self._sweep(now_seconds)
-            error = self._refusal(handle)
-            if error is not None:
-                raise error
-            self._end(self._loans[handle.slot], "released", now_seconds)
+            self._end(self._open_loan(handle), "released", now_seconds)
 
     def end(self, kv: StagedKV, now_seconds: float) -> None:
         """What `take` gave is not needed any more; once is enough."""
@@ -192,23 +198,25 @@ class Staging:
                 "staging_nbytes": self._regions.used_nbytes,
             }
 
-    def _refusal(self, handle: StagingHandle) -> StoreError | None:
-        name = f"staging handle (slot {handle.slot}, generation {handle.generation})"
+    def _open_loan(self, handle: StagingHandle) -> _Loan:
+        name = _name_of(handle)
         if (handle.instance, handle.epoch) != (self._name, self._epoch):
-            return StaleError(
+            raise StaleError(
                 f"{name} is of {handle.instance!r} epoch {handle.epoch:x}; this is {self._name!r} epoch"
                 f" {self._epoch:x}: reserve again"
             )
         loan = self._loans.get(handle.slot)
         if loan is not None and loan.kv.handle == handle:
-            return StaleError(f"{name} was used already") if loan.is_taken else None
+            if loan.is_taken:
+                raise StaleError(f"{name} was used already")
+            return loan
         generation, how = self._ends[handle.slot] if handle.slot < len(self._ends) else (0, "")
         if handle.generation == generation:
-            return StaleError(f"{name} was {how} already: reserve again")
+            raise StaleError(f"{name} was {how} already: reserve again")
         newest = loan.kv.handle.generation if loan is not None else generation
         if handle.generation < newest:
-            return StaleError(f"{name} is older than the slot's generation {newest}: reserve again")
-        return NotFoundError(
+            raise StaleError(f"{name} is older than the slot's generation {newest}: reserve again")
+        raise NotFoundError(
             f"{name} was never given out for these {handle.num_blocks} blocks at {handle.offset}"
         )
 
@@ -227,7 +235,7 @@ class Staging:
             if loan.is_taken or loan.lease_until > now_seconds:
                 continue
             arrived = loan.kv.num_arrived
-            if arrived > loan.num_arrived:  # a long prompt is still being streamed
+            if arrived != loan.num_arrived:  # a long prompt is still being streamed, or was begun again
                 loan.num_arrived = arrived
                 loan.lease_until = now_seconds + self._config.staging_lease_seconds
             else:

@@ -1,14 +1,10 @@
-"""The one thread that owns a decode engine: between two steps of the batch it inserts at most one piece of
-new KV.
-"""
+"""The one thread that owns a decode engine: it inserts a piece of new KV, then steps the batch, in turns."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-
-import numpy as np
 
 from kvstore.errors import InternalError, StoreError, UnavailableError
 from mooncake_jax.decode.answers import AnswerSaver
@@ -62,9 +58,7 @@ class DecodeWorker:
             self._changed.notify_all()
 
     def let_go(self, job: DecodeJob) -> None:
-        """Returns when the worker has nothing to do with a job that ended or was cancelled: at the latest
-        after this step.
-        """
+        """Returns when the worker is through with an ended or cancelled job: at the latest after this step."""
         with self._changed:
             self._changed.wait_for(lambda: job not in self._waiting and job not in self._active.values())
 
@@ -179,15 +173,13 @@ class DecodeWorker:
         self._speed.add(len(all_drawn), time.monotonic() - began)
 
     def _save_full_block(self, job: DecodeJob, fed_token: int, drawn: Drawn) -> None:
-        key = job.keys.feed(fed_token)
-        if key is None or drawn.full_block is None or not self._saver.has_room():
+        key, block = job.keys.feed(fed_token), drawn.full_block
+        if key is None or block is None:
             return
         try:
-            block: np.ndarray = self._engine.extract(drawn.slot, drawn.full_block)
+            self._saver.save(key, lambda: self._engine.extract(drawn.slot, block))
         except Exception:
-            log.exception("block %d of request %s was not kept", drawn.full_block, job.request.request_id)
-            return
-        self._saver.save(key, block)
+            log.exception("block %d of request %s was not kept", block, job.request.request_id)
 
     def _deliver(self, job: DecodeJob, drawn: Drawn) -> None:
         if drawn.finish is not None:

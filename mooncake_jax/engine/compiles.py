@@ -9,15 +9,12 @@ from typing import Any
 
 import jax
 
-_COMPILED = (
-    "/jax/core/compile/backend_compile_duration"  # also sent when the persistent cache had the executable
-)
+# also sent when the persistent cache had the executable
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Counts new executables in this process: jitted, ahead of time, eager operations, persistent-cache
-    hits.
-    """
+    """Counts new executables of this process: jitted, ahead of time, eager, from the persistent cache."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,9 +39,7 @@ def process_compiles() -> CompileCounter:
 
 
 def program(step: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Callable[..., Any]:
-    """Compile `step` for arguments like `args` (arrays or shapes). The result takes these shapes and no
-    others.
-    """
+    """Compile `step` for arguments like `args` (arrays or shapes); the result takes only such shapes."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
     return jax.jit(step, donate_argnums=tuple(donate)).lower(*shapes).compile()
 
@@ -59,18 +54,14 @@ def buckets(smallest: int, largest: int) -> list[int]:
 
 
 def binary_runs(count: int, longest: int) -> list[int]:
-    """Cut `count` into runs whose lengths are powers of two ≤ `longest` (one itself): a few programs serve
-    every count.
-    """
+    """Cut `count` into runs of `longest` and of powers of two below it: few programs serve every count."""
     runs = [longest] * (count // longest)
     rest = count % longest
     return runs + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
 
 
 def use_persistent_cache(directory: str) -> None:
-    """Keep compiled programs in `directory`, whatever their size, so that the next process starts in a few
-    seconds.
-    """
+    """Keep compiled programs in `directory`, whatever their size: the next process starts in seconds."""
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -22,9 +22,8 @@ class GroupKV(NamedTuple):
 
     group: int
     first_block: int
-    blocks: (
-        np.ndarray
-    )  # [M, l, K, 2, Z, H]; rows past the chunk's last token are undefined and must not be read
+    # [M, l, K, 2, Z, H]; rows past the chunk's last token are undefined and must not be read
+    blocks: np.ndarray
 
 
 class Sampled(NamedTuple):

@@ -1,6 +1,4 @@
-"""The oracle: one process, one request at a time, no store, no reuse; what a served answer is compared
-with.
-"""
+"""The oracle: one process, one request at a time, no store, no reuse. Served answers are held against it."""
 
 from __future__ import annotations
 
@@ -53,10 +51,10 @@ class Monolith:
         on_token: Callable[[int, float], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> Answer:
-        """Answer `request` from nothing. `on_token` hears every token; `cancelled` is asked before every
-        step.
+        """Answer `request` from nothing.
 
-        Raises ValueError if prompt and answer do not fit, or a token is out of range.
+        `on_token` hears every token; `cancelled` is asked before every step. Raises ValueError if prompt and
+        answer do not fit, or a token is out of range.
         """
         prompt = np.asarray(request.tokens, np.int32)
         if prompt.size + request.max_tokens > self.max_tokens:

@@ -21,32 +21,22 @@ class ChatWriter:
         message = {"role": "assistant", "content": "".join(answer.text)}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish}
         choice |= self._details(answer.tokens, answer.pieces, answer.logprobs)
-        envelope = self._envelope("chat.completion", [choice])
+        envelope = self._job.envelope("chat.completion", [choice])
         return envelope | {"usage": answer.usage()} | answer.extensions()
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first text: who speaks."""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return [self._envelope("chat.completion.chunk", [choice])]
+        return [self._job.envelope("chat.completion.chunk", [choice])]
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         said = {"content": delta.text} if delta.text else {}
         choice = {"index": 0, "delta": said, "finish_reason": delta.finish}
         choice |= self._details(delta.tokens, delta.pieces, delta.logprobs)
-        return self._envelope("chat.completion.chunk", [choice])
+        return self._job.envelope("chat.completion.chunk", [choice])
 
     def usage(self, answer: Answer) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk", []) | {"usage": answer.usage()}
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        job = self._job
-        return {
-            "id": job.id,
-            "object": kind,
-            "created": job.created,
-            "model": job.model,
-            "choices": choices,
-        }
+        return self._job.envelope("chat.completion.chunk", []) | {"usage": answer.usage()}
 
     def _details(self, tokens: list[int], pieces: list[str], logprobs: list[float]) -> dict[str, Any]:
         details: dict[str, Any] = {"logprobs": None}

@@ -37,14 +37,7 @@ class CompletionWriter:
         return self._envelope([]) | {"usage": answer.usage()}
 
     def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        job = self._job
-        return {
-            "id": job.id,
-            "object": "text_completion",
-            "created": job.created,
-            "model": job.model,
-            "choices": choices,
-        }
+        return self._job.envelope("text_completion", choices)
 
     def _choice(
         self, text: str, tokens: list[int], pieces: list[str], logprobs: list[float], finish: str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mooncake_jax.frontend.errors import invalid
 from mooncake_jax.frontend.schema import Options
@@ -28,6 +29,16 @@ class Job:
     @property
     def id(self) -> str:
         return self.request.request_id
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What every body of the answer begins with; `kind` is its `object`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
 
 
 def build_job(

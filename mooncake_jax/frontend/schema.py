@@ -18,6 +18,7 @@ from mooncake_jax.request import Name
 _INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
+# fields of OpenAI's that are accepted at the value that changes nothing
 _NEUTRAL = {
     "n": 1,
     "best_of": 1,
@@ -26,7 +27,7 @@ _NEUTRAL = {
     "frequency_penalty": 0,
     "repetition_penalty": 1,
     "top_logprobs": 0,
-}  # fields of OpenAI's that are accepted at the value that changes nothing
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,13 +10,12 @@ class PrefillConfig:
     """Limits of one prefill instance; sizes are bytes of KV."""
 
     max_queue: int = 64  # requests queued or running; one more is ExhaustedError
-    aging: float = (
-        0.5  # seconds of head start that a second of waiting is worth, 0 … 1; 0: always the shortest first
-    )
-    max_request_nbytes_in_flight: int = (
-        64 << 20
-    )  # a request with more KV not yet delivered computes no further tile
-    max_nbytes_in_flight: int = 256 << 20  # with more than this over all requests, no new one starts
+    # seconds of head start that a second of waiting is worth, 0 … 1; 0: always the shortest first
+    aging: float = 0.5
+    # a request with more KV not yet delivered computes no further tile
+    max_request_nbytes_in_flight: int = 64 << 20
+    # with more than this over all requests that still compute, no new one starts
+    max_nbytes_in_flight: int = 256 << 20
 
     def __post_init__(self) -> None:
         if self.max_queue < 1 or self.max_request_nbytes_in_flight < 1 or self.max_nbytes_in_flight < 1:

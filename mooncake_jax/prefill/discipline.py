@@ -27,9 +27,7 @@ class Candidate:
 def choose(
     candidates: Sequence[Candidate], *, tokens_per_second: float, free_slots: int, aging: float
 ) -> int | None:
-    """Index of the candidate whose next tile runs, None if none may: one that has not begun needs a free
-    engine slot.
-    """
+    """Index of the candidate whose tile runs next, or None. To begin, one needs a free engine slot."""
     speed = tokens_per_second if tokens_per_second > 0 else _UNKNOWN_SPEED
 
     def rank(index: int) -> tuple[float, float, int]:

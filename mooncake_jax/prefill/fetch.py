@@ -1,6 +1,4 @@
-"""Reads prefix blocks of another node into slots of the home node, layer group by layer group, ahead of the
-compute.
-"""
+"""Reads prefix blocks of another node into home slots, layer group by layer group, ahead of the compute."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ class Fetch:
                 )
 
     def block(self, index: int) -> memoryview:
-        """The bytes of a fetched block, `[BlockFormat.nbytes]`; whole once the last group has been waited
-        for.
-        """
+        """The bytes of a fetched block, `[BlockFormat.nbytes]`; whole once the last group has been waited for."""
         return self._buffers[index]
 
     def stop(self) -> None:
@@ -128,13 +124,13 @@ class Fetch:
                         self._buffers, self._groups_here = buffers, group + 1
                         self._changed.notify_all()
                     self._on_progress()
-                return self._keep(slots)
+                return self._keep(slots, buffers)
 
     def _buffer(self, slots: Reservation, index: int) -> memoryview:
         return slots.buffer(index) if slots.accepted[index] else np.empty(self._format.nbytes, np.uint8).data
 
-    def _keep(self, slots: Reservation) -> bool:
-        """Commits what has arrived and leases it at once.
+    def _keep(self, slots: Reservation, buffers: list[memoryview]) -> bool:
+        """Commits what has arrived and leases it at once; from now on it is read through the lease.
 
         False if a block was evicted in between: its bytes may be another's by now.
         """
@@ -142,4 +138,8 @@ class Fetch:
         for i in kept:
             slots.commit(i)
         self._lease = self._home.lease([self._keys[i] for i in kept])
-        return all(self._lease.held)
+        if not all(self._lease.held):
+            return False
+        for place, i in enumerate(kept):
+            buffers[i] = self._lease.view(place)
+        return True

@@ -17,6 +17,7 @@ from kvstore.transfer.engine import TransferEngine
 from mooncake_jax.engine.contract import GroupKV, Sampled
 from mooncake_jax.prefill.discipline import Candidate
 from mooncake_jax.prefill.home_copy import HomeCopy
+from mooncake_jax.prefill.lease import StagingLease
 from mooncake_jax.prefill.prefix import Prefix
 from mooncake_jax.prefill.streaming import KVStream
 from mooncake_jax.request import FirstToken, PrefillDone, PrefillRequest
@@ -33,8 +34,7 @@ class KVPaths(NamedTuple):
 
 
 class PrefillJob:
-    """Made and closed by the request's handler; the worker that owns the engine begins it and computes its
-    tiles.
+    """Made and closed by the request's handler; the engine's worker begins it and computes its tiles.
 
     `events` carries FirstToken, or the error that ended it, or None when it was cancelled.
     """
@@ -46,11 +46,12 @@ class PrefillJob:
         self.slot: int | None = None
         self.position = 0  # tokens in the cache
         self.cancelled = False
-        self._staging, self._paths, self._on_progress = request.staging, paths, on_progress
+        self._paths, self._on_progress = paths, on_progress
         self._keys = request.placement.keys
         self._stream: KVStream | None = None
         self._loads_prefix = False
         self._arrived = time.monotonic()
+        self._staging = StagingLease(request.staging, self._arrived) if request.staging else None
         self._began = self._first_token = self._arrived
         self._served_seconds = 0.0
         num_tokens = len(self.tokens)
@@ -161,12 +162,9 @@ class PrefillJob:
         cached = self._prefix.begin()
         self.position = cached * f.block_tokens
         self._loads_prefix = cached > 0
-        layout = StagingLayout(
-            f, self._staging.num_blocks if self._staging else f.num_blocks(len(self.tokens))
-        )
         self._stream = KVStream(
             self._paths.transfer,
-            layout,
+            StagingLayout(f, f.num_blocks(len(self.tokens))),
             staging=self._staging,
             home=HomeCopy(home, f, self._keys[cached:], cached),
             on_progress=self._on_progress,

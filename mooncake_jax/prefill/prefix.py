@@ -1,6 +1,4 @@
-"""The part of a prompt that need not be computed: leading blocks of the home node's DRAM, or fetched from
-others.
-"""
+"""The part of a prompt that need not be computed: leading blocks at home, or fetched from other nodes."""
 
 from __future__ import annotations
 
@@ -106,7 +104,7 @@ class Prefix:
         return next((i for i in range(self.num_blocks) if not self._lease.held[i]), self.num_blocks)
 
     def begin(self) -> int:
-        """Fixes how many leading blocks are reused and returns it; fetches that failed are given up.
+        """Fixes how many leading blocks are reused and returns it.
 
         Fetches that have failed are given up; blocks that came home since are found. May be called again.
         """
@@ -121,10 +119,9 @@ class Prefix:
         return self.num_blocks
 
     def load(self, group: int) -> list[np.ndarray]:
-        """Layer group `group` of the blocks in use, `[l, K, 2, Z, H]` each, views of store memory; waits for
-        them.
+        """Layer group `group` of the blocks in use, `[l, K, 2, Z, H]` each, views of store memory.
 
-        Raises PrefixLostError when a fetch fails under way.
+        Waits for them. Raises PrefixLostError when a fetch fails under way.
         """
         for fetch in self._fetches:
             fetch.wait_group(group)

@@ -141,13 +141,10 @@ class PrefillService:
             self._validate_staging(request.staging, num_tokens)
 
     def _validate_staging(self, staging: StagingHandle, num_tokens: int) -> None:
-        needed, layout = (
-            self._engine.format.num_blocks(num_tokens),
-            StagingLayout(self._engine.format, staging.num_blocks),
-        )
-        if staging.num_blocks < needed:
+        layout = StagingLayout(self._engine.format, self._engine.format.num_blocks(num_tokens))
+        if staging.num_blocks != layout.num_blocks:
             raise InvalidError(
-                f"staging of {staging.num_blocks} blocks for a prompt of {needed}: reserve again"
+                f"staging of {staging.num_blocks} blocks for a prompt of {layout.num_blocks}: reserve again"
             )
         if staging.offset + layout.nbytes > staging.segment.nbytes:
             raise InvalidError(

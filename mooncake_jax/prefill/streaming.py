@@ -1,5 +1,4 @@
-"""KV on its way out: each layer group's new KV goes to the home node and into decode's staging while the next
-computes.
+"""KV on its way out: a layer group's new KV goes home and into decode's staging while the next computes.
 
 One thread per request delivers pieces in order: new KV first, reused prefix blocks in the gaps. A flag is
 written only after the bytes it stands for have arrived, so a flag that decode sees is a promise kept. (Paper
@@ -9,6 +8,7 @@ written only after the bytes it stands for have arrived, so a flag that decode s
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,12 +22,11 @@ from kvstore.transfer.request import Opcode, TransferRequest
 from kvstore.transfer.status import TransferError, TransferState
 from mooncake_jax.engine.contract import GroupKV
 from mooncake_jax.prefill.home_copy import HomeCopy
-from mooncake_jax.request import StagingHandle
+from mooncake_jax.prefill.lease import StagingLease
 from mooncake_jax.staging_layout import FLAG_DTYPE, StagingLayout
 
-_PIECE_NBYTES = (
-    4 << 20
-)  # prefix blocks go in pieces of this size, so that new KV does not wait long behind them
+# Prefix blocks go in pieces of this size, so that new KV does not wait long behind them.
+_PIECE_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class KVStream:
         transfer: TransferEngine,
         layout: StagingLayout,
         *,
-        staging: StagingHandle | None,
+        staging: StagingLease | None,
         home: HomeCopy,
         on_progress: Callable[[], None],
         again: bool = False,
@@ -92,9 +91,7 @@ class KVStream:
         return self._failure
 
     def add_new(self, kv: GroupKV, num_tokens: int) -> None:
-        """New KV of a tile of `num_tokens`; keeps `kv.blocks` alive, and reads only the rows of
-        those tokens.
-        """
+        """New KV of a tile; keeps `kv.blocks` alive, and reads only the rows of its `num_tokens` tokens."""
         z = self._layout.format.block_tokens
         blocks = list(kv.blocks[: self._layout.format.num_blocks(num_tokens)])
         if num_tokens % z:
@@ -107,9 +104,7 @@ class KVStream:
     def add_prefix(
         self, first_block: int, blocks: Sequence[np.ndarray], crcs: list[Sequence[int]] | None = None
     ) -> None:
-        """Whole reused blocks (uint8, `[BlockFormat.nbytes]` each) with the crc32s of their layer groups, if
-        known.
-        """
+        """Whole reused blocks (uint8, `[BlockFormat.nbytes]` each), and the crc32s of their groups if known."""
         if self._staging is None:
             return
         step = max(1, _PIECE_NBYTES // self._layout.format.nbytes)
@@ -121,7 +116,8 @@ class KVStream:
     def finish(self) -> None:
         """Nothing more will be added: returns when all of it has arrived, or the stream was stopped.
 
-        Raises UnavailableError when decode cannot be reached, InternalError when something else went wrong.
+        Raises UnavailableError when decode cannot be reached or its lease was left unused for too long,
+        InternalError when something else went wrong.
         """
         with self._changed:
             self._sealed = True
@@ -165,8 +161,10 @@ class KVStream:
 
     def _run(self) -> None:
         try:
-            if self._again and self._staging is not None:
-                self._write_flags(self._staging, 0, self._layout.num_blocks)
+            if self._staging is not None:
+                self._staging.check(time.monotonic())  # before anything is computed in vain
+                if self._again:
+                    self._write_flags(self._staging, 0, self._layout.num_blocks)
             while (piece := self._next()) is not None:
                 try:
                     self._deliver(piece)
@@ -175,8 +173,10 @@ class KVStream:
                         self._pending_nbytes -= piece.nbytes
                 self._on_progress()
         except TransferError as error:
-            where = self._staging.instance if self._staging else "nowhere"
+            where = self._staging.handle.instance if self._staging else "nowhere"
             self._fail(UnavailableError(f"KV stream to decode instance {where!r}: {error}"))
+        except StoreError as error:
+            self._fail(error)
         except Exception as error:
             self._fail(InternalError(f"KV stream: {type(error).__name__}: {error}"))
 
@@ -205,14 +205,17 @@ class KVStream:
             return
         for block, group_crcs in enumerate(crcs, piece.first_block):
             for group, crc in enumerate(group_crcs, piece.first_group):
-                self._flags[block, group] = (self._staging.generation, crc)
+                self._flags[block, group] = (self._staging.handle.generation, crc)
+        sent = time.monotonic()
         self._write_flags(self._staging, piece.first_block, len(piece.parts))
+        self._staging.renew(sent)
         self._streamed_nbytes += piece.nbytes
 
     def _submit(self, piece: _Piece) -> int:
         requests = []
         if self._staging is not None:
-            segment, base = self._staging.segment, self._staging.offset
+            self._staging.check(time.monotonic())
+            segment, base = self._staging.handle.segment, self._staging.handle.offset
             requests = [
                 TransferRequest(
                     Opcode.WRITE,
@@ -230,10 +233,12 @@ class KVStream:
             raise
         return batch
 
-    def _write_flags(self, staging: StagingHandle, first_block: int, num_blocks: int) -> None:
+    def _write_flags(self, staging: StagingLease, first_block: int, num_blocks: int) -> None:
+        staging.check(time.monotonic())
+        handle = staging.handle
         rows = self._flags[first_block : first_block + num_blocks]
-        offset = staging.offset + first_block * self._layout.row_nbytes
-        self._transfer.transfer([TransferRequest(Opcode.WRITE, rows.data, staging.segment, offset)])
+        offset = handle.offset + first_block * self._layout.row_nbytes
+        self._transfer.transfer([TransferRequest(Opcode.WRITE, rows.data, handle.segment, offset)])
 
     def _crcs_of(self, part: np.ndarray) -> list[int]:
         step = self._layout.format.group_nbytes

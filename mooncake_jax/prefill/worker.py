@@ -66,9 +66,7 @@ class PrefillWorker:
             self._changed.notify_all()
 
     def let_go(self, job: PrefillJob) -> None:
-        """Returns when the worker has nothing to do with a cancelled job any more: at the latest after this
-        tile.
-        """
+        """Returns when the worker is through with a cancelled job: at the latest after this tile."""
         with self._changed:
             self._changed.wait_for(lambda: job not in self._jobs)
 

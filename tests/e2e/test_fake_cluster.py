@@ -180,7 +180,9 @@ def test_what_does_not_fit_together_is_refused():
             InvalidError, match="prompt of 20 tokens and an answer of up to 256 exceed the 256"
         ):
             prefill(placement, long)
-        small = cluster.call(prompt(Z)).reserve(placement)
+        shorter = cluster.call(prompt(Z))
+        shorter.request = replace(shorter.request, request_id=call.request.request_id)
+        small = shorter.reserve(placement)
         with pytest.raises(InvalidError, match="staging of 1 blocks for a prompt of 5"):
             prefill(placement, staging=small)
         with pytest.raises(InvalidError, match="the handle is for 1 blocks, a prompt of 20 tokens has 5"):

@@ -95,6 +95,11 @@ def test_a_bad_handle_is_an_error_and_is_counted():
 
         for kind, bad in wrong.values():
             refused(kind, bad)
+        before = cluster.counters("decode-0")["failed_transfers"]
+        thief = cluster.call(prompt(3 * Z, seed=9))
+        with pytest.raises(NotFoundError):
+            thief.generate(placement, handle, first.token)
+        assert cluster.counters("decode-0")["failed_transfers"] == before + 1
         events = call.generate(placement, handle, first.token)
         assert [first.token, *(t for event in events for t in event.tokens)] == answer(tokens, 6)
         refused(StaleError, handle)  # used twice

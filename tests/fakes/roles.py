@@ -164,7 +164,7 @@ class FakeDecode:
             roles._generation += 1
             roles.staged[roles._generation] = request.request_id
             roles.calls.append(("reserve", self.name))
-            return StagingHandle(self.name, request.epoch, 0, roles._generation, SEGMENT, 0, 1)
+            return StagingHandle(self.name, request.epoch, 0, roles._generation, SEGMENT, 0, 1, 60.0)
 
     def release(self, handle):
         with self.roles._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -238,3 +239,17 @@ def test_a_node_joins_once(cluster):
     alone = Node(NodeConfig("alone", "h", 64, 64), cluster.engine())
     assert not alone.flush(0.01)
     alone.close()
+
+
+def test_a_replica_survives_a_message_that_it_cannot_digest(cluster, replica, monkeypatch, eventually):
+    apply, failed = replica._state.apply, threading.Event()
+
+    def fails_once(batch):
+        if not failed.is_set():
+            failed.set()
+            raise KeyError("unexpected")
+        return apply(batch)
+
+    monkeypatch.setattr(replica._state, "apply", fails_once)
+    cluster.node("a")
+    eventually(lambda: failed.is_set() and replica.node("a") is not None)

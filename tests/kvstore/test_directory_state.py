@@ -107,6 +107,12 @@ def test_bad_announcements_are_refused_whole():
     with pytest.raises(InvalidError, match="both added and removed"):
         announce(state, "a", 1, keys(1), keys(1))
     assert holders(state, 1) == [set()]
+    assert announce(state, "a", 1, keys(1, 2))
+    with pytest.raises(InvalidError, match="more keys than its 2 slots"):
+        announce(state, "a", 2, keys(3, 4), keys(1))
+    assert holders(state, 1, 2, 3) == [{"a"}, {"a"}, set()]
+    assert announce(state, "a", 2, keys(3), keys(1))
+    assert holders(state, 1, 2, 3) == [set(), {"a"}, {"a"}]
     with pytest.raises(InvalidError, match="do not hold 3 slots"):
         state.register(msgspec.structs.replace(info("b", num_slots=2), num_slots=3), 0.0)
 

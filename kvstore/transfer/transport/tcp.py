@@ -140,9 +140,7 @@ class _Link:
         lane = _Lane(self)
         try:
             lane.start()
-        except (
-            RuntimeError
-        ) as error:  # too many threads: the frames wait for other lanes, or for their deadline
+        except RuntimeError as error:  # too many threads: frames wait for other lanes, or their deadline
             log.warning("cannot start a transfer thread: %s", error)
             return
         self._lanes = [*(lane for lane in self._lanes if lane.is_alive()), lane]

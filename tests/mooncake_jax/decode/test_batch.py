@@ -69,7 +69,7 @@ def test_rows_do_not_touch_each_other():
         (1, "stop", None),
         (2, None, None),
     ]
-    assert batch.active_slots == [0, 2]
+    assert batch.rows().active.nonzero()[0].tolist() == [0, 2]
     assert batch.num_cached_tokens == 4 + 10
     assert batch.rows().tokens[[0, 2]].tolist() == [4, 5]
 

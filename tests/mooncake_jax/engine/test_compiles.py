@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program, use_persistent_cache
 
@@ -26,6 +27,7 @@ def test_a_hit_in_the_persistent_cache_counts_too(tmp_path):
         "jax_persistent_cache_min_entry_size_bytes",
     )
     old = {name: getattr(jax.config, name) for name in settings}
+    compilation_cache.reset_cache()  # of other tests
     try:
         use_persistent_cache(str(tmp_path))
         counter, x = process_compiles(), np.ones(13, np.float32)
@@ -38,7 +40,7 @@ def test_a_hit_in_the_persistent_cache_counts_too(tmp_path):
     finally:
         for name, value in old.items():
             jax.config.update(name, value)
-        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+        compilation_cache.reset_cache()
 
 
 def test_a_program_takes_its_shapes_and_no_others():

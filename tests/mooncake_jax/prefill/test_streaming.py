@@ -3,6 +3,7 @@ holds it up.
 """
 
 import threading
+import time
 import zlib
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from kvstore.errors import UnavailableError
 from kvstore.transfer import Faults, TransferEngine
 from mooncake_jax.engine.contract import GroupKV
 from mooncake_jax.prefill.home_copy import HomeCopy
+from mooncake_jax.prefill.lease import StagingLease
 from mooncake_jax.prefill.streaming import KVStream
 from mooncake_jax.request import StagingHandle
 from mooncake_jax.staging_layout import StagingLayout
@@ -35,7 +37,8 @@ class Bench:
         self.layout = StagingLayout(FORMAT, num_blocks)
         self.memory = np.zeros(4096 + self.layout.nbytes, np.uint8)
         segment = self.decode.register_local_memory(self.memory, name="staging")
-        self.handle = StagingHandle("decode-0", 1, 0, 9, segment, 4096, num_blocks)
+        handle = StagingHandle("decode-0", 1, 0, 9, segment, 4096, num_blocks, lease_seconds=4000.0)
+        self.lease = StagingLease(handle, time.monotonic())
         self.progress = 0
 
     def stream(
@@ -47,7 +50,7 @@ class Bench:
         return KVStream(
             self.prefill,
             self.layout,
-            staging=self.handle if staging else None,
+            staging=self.lease if staging else None,
             home=HomeCopy(self.home, FORMAT, KEYS[first_block:num_keys], first_block),
             on_progress=on_progress,
             again=again,
@@ -182,6 +185,44 @@ def test_a_flag_is_written_after_its_bytes(bench):
     stream.finish()
     stream.close()
     assert seen == [True] * (1 + 2)
+
+
+def test_nothing_is_written_to_memory_that_may_be_anothers_soon(bench):
+    bench.lease.renew(time.monotonic() - 3001.0)
+    stream = bench.stream(num_keys=0)
+    add_all(stream, kv(4), 4 * Z)
+    with pytest.raises(UnavailableError, match="'decode-0' lends for 4000 s"):
+        stream.finish()
+    stream.close()
+    again = bench.stream(num_keys=0, again=True)
+    with pytest.raises(UnavailableError, match="reserve again"):
+        again.finish()
+    again.close()
+    assert not bench.memory.any()
+
+
+def test_bytes_that_took_too_long_are_not_flagged(bench):
+    def over(request) -> bool:
+        bench.lease.renew(time.monotonic() - 3001.0)
+        return False
+
+    bench.prefill.faults = Faults(only=over)
+    stream = bench.stream(num_keys=0)
+    add_all(stream, kv(1), Z)
+    with pytest.raises(UnavailableError, match="reserve again"):
+        stream.finish()
+    stream.close()
+    assert bench.blocks.any()
+    assert not bench.flags.any()
+
+
+def test_kv_that_arrives_renews_the_lease(bench):
+    bench.lease.renew(time.monotonic() - 2000.0)
+    stream = bench.stream(num_keys=0)
+    add_all(stream, kv(1), Z)
+    stream.finish()
+    stream.close()
+    bench.lease.check(time.monotonic() + 2000.0)
 
 
 def test_a_stream_again_clears_the_flags_first(bench):
