@@ -54,8 +54,6 @@ def keep_compiled_programs(folder: str) -> None:
     """Do what --compile_cache=`folder` says, before anything is compiled."""
     if not folder:
         return
-    import jax
+    from mooncake_jax.engine.compiles import use_persistent_cache
 
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    use_persistent_cache(str(Path(folder).absolute()))

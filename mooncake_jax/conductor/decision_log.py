@@ -8,9 +8,11 @@ every row.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +24,8 @@ from mooncake_jax.conductor.config import ScheduleConfig
 from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
 from mooncake_jax.conductor.schedule import schedule
 from mooncake_jax.conductor.view import Changes, ClusterView, DecodeRow, PrefillRow
+
+log = logging.getLogger(__name__)
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
@@ -61,16 +65,25 @@ class DecisionLog:
 
     def append(self, record: DecisionRecord) -> None:
         self._records.append(record)
-        if self._file is not None:
-            if self._file.tell() > self._max_nbytes:
-                self._file.close()
-                self._file = self._start_file()
-                record = self._whole(self._records)
-            self._file.write(msgspec.json.encode(record) + b"\n")
+        try:
+            self._write(record)
+        except OSError as error:
+            log.error("decision log %s: %s; it ends here, placing goes on", self._path, error)
+            with suppress(OSError):
+                self.close()
         if len(self._records) > self._num_records:
             oldest = self._records.popleft()
             self._prefill.update(oldest.changes.prefill)
             self._decode.update(oldest.changes.decode)
+
+    def _write(self, record: DecisionRecord) -> None:
+        if self._file is None:
+            return
+        if self._file.tell() > self._max_nbytes:
+            self._file.close()
+            self._file = self._start_file()
+            record = self._whole(self._records)
+        self._file.write(msgspec.json.encode(record) + b"\n")
 
     def records(self) -> list[DecisionRecord]:
         """The last decisions, oldest first; the first has every row of its view, so they can be replayed."""
@@ -80,9 +93,9 @@ class DecisionLog:
         return [self._whole([next(rest)]), *rest]
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _whole(self, records: Iterable[DecisionRecord]) -> DecisionRecord:
         prefill, decode = dict(self._prefill), dict(self._decode)

@@ -36,6 +36,7 @@ from mooncake_jax.decode.job import DecodeJob
 from mooncake_jax.decode.staging import StagedKV, Staging
 from mooncake_jax.decode.worker import DecodeWorker
 from mooncake_jax.engine.contract import DecodeEngine
+from mooncake_jax.engine.limits import check_length, check_tokens
 from mooncake_jax.messages import InstanceLoad, RoleStatus
 from mooncake_jax.request import DecodeRequest, ReserveRequest, StagingHandle, TokenEvent
 
@@ -76,7 +77,7 @@ class DecodeService:
             )
         if not self._worker.is_ready:
             raise UnavailableError("this decode instance is not ready")
-        self._check_length(request.prompt_tokens, request.max_tokens)
+        check_length(self._engine, request.prompt_tokens, request.max_tokens)
         books = self._staging.books(time.monotonic())
         num_open = int(books["staging_reserved"]) + len(self._request_ids)
         limit = self._engine.num_slots + self._config.max_waiting
@@ -97,7 +98,8 @@ class DecodeService:
         failed.
         """
         prompt = request.request
-        self._check_length(len(prompt.tokens), prompt.max_tokens)
+        check_length(self._engine, len(prompt.tokens), prompt.max_tokens)
+        check_tokens(self._engine, [request.first_token])
         with self._taken(request) as kv:
             needed = self._engine.format.num_blocks(len(prompt.tokens))
             if len(kv.blocks) != needed:
@@ -156,13 +158,6 @@ class DecodeService:
                 "answer_blocks_dropped": float(self._saver.num_dropped),
             },
         )
-
-    def _check_length(self, num_tokens: int, max_tokens: int) -> None:
-        if num_tokens + max_tokens > self._engine.max_tokens:
-            raise InvalidError(
-                f"prompt of {num_tokens} tokens and an answer of up to {max_tokens} exceed the"
-                f" {self._engine.max_tokens} tokens of this model: shorten one of them"
-            )
 
     @contextmanager
     def _taken(self, request: DecodeRequest) -> Iterator[StagedKV]:

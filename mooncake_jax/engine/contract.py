@@ -39,6 +39,7 @@ class PrefillEngine(Protocol):
     format: BlockFormat
     fingerprint: bytes
     max_tokens: int
+    vocab_size: int
     num_slots: int
     tile_tokens: int  # the most tokens one `prefill` call may take; a multiple of the block size
 
@@ -88,6 +89,7 @@ class DecodeEngine(Protocol):
     format: BlockFormat
     fingerprint: bytes
     max_tokens: int
+    vocab_size: int
     num_slots: int
     insert_blocks: int  # the most blocks one `insert` call may take
 

@@ -68,6 +68,7 @@ class JaxDecodeEngine:
         self.format = block_format(cfg, dtype)
         self.fingerprint = fingerprint
         self.max_tokens = max_tokens
+        self.vocab_size = cfg.vocab_size
         self.num_slots = num_slots
         self._cfg = cfg
         self._platform = platform or platforms.current()

@@ -42,6 +42,7 @@ NUM_ATTEMPTS = 3
 RESERVE_PATIENCE_SECONDS = 30.0  # how long a request waits for room at decode before 429
 FIRST_TOKEN_SECONDS = 600.0
 DRAIN_SECONDS = 60.0  # prefill's last stores after an answer of one token
+SLOT_SECONDS = 600.0  # waiting for a place in the batch
 STALL_SECONDS = 60.0  # between two events of one stream
 CALL_SECONDS = 10.0
 POLL_SECONDS = 0.5
@@ -187,7 +188,8 @@ class Attempt:
         decode = dispatcher.stub("decode", placement.decode.address)
         async with aclosing(decode.generate(DecodeRequest(request, handle, first.token))) as tokens:
             while True:
-                event = await _next(tokens, TokenEvent, STALL_SECONDS)
+                patience = STALL_SECONDS if self._handed_over else SLOT_SECONDS
+                event = await _next(tokens, TokenEvent, patience)
                 self._handed_over = True
                 yield event
                 if event.finish:

@@ -21,6 +21,7 @@ from kvstore.block import chain_keys, root_key
 from kvstore.errors import InvalidError, StaleError, StoreError
 from kvstore.rpc import Empty
 from mooncake_jax.engine.contract import PrefillEngine
+from mooncake_jax.engine.limits import check_length, check_tokens
 from mooncake_jax.messages import InstanceLoad, RoleStatus
 from mooncake_jax.prefill.job import KVPaths, PrefillJob
 from mooncake_jax.prefill.worker import PrefillWorker
@@ -126,11 +127,8 @@ class PrefillService:
                 f"placement of request {placement.request_id!r} used for {prompt.request_id!r}"
             )
         num_tokens = len(prompt.tokens)
-        if num_tokens + prompt.max_tokens > self._engine.max_tokens:
-            raise InvalidError(
-                f"prompt of {num_tokens} tokens and an answer of up to {prompt.max_tokens} exceed the"
-                f" {self._engine.max_tokens} tokens of this model: shorten one of them"
-            )
+        check_length(self._engine, num_tokens, prompt.max_tokens)
+        check_tokens(self._engine, prompt.tokens)
         keys = chain_keys(root_key(self._engine.fingerprint, prompt.salt), prompt.tokens, z)
         if keys != placement.keys:
             raise InvalidError(

@@ -15,6 +15,7 @@ from kvstore.block import pool_fingerprint
 from models.config import preset
 from models.llama import init_params
 from mooncake_jax.decode.config import DecodeConfig
+from mooncake_jax.engine.compiles import use_persistent_cache
 from mooncake_jax.engine.jax_decode import JaxDecodeEngine
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine, block_format
 from mooncake_jax.engine.oracle import Monolith
@@ -52,8 +53,7 @@ def compile_cache(tmp_path_factory):
         "jax_persistent_cache_min_entry_size_bytes",
     )
     before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0, -1), strict=True):
-        jax.config.update(name, value)
+    use_persistent_cache(str(tmp_path_factory.mktemp("compiled")))
     yield
     for name, value in before.items():
         jax.config.update(name, value)

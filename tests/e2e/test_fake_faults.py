@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from e2e.cluster import LocalCluster, wait_until
-from fakes.engine import FORMAT, FakeDecodeEngine, FakePrefillEngine, answer
+from fakes.engine import FORMAT, VOCAB_SIZE, FakeDecodeEngine, FakePrefillEngine, answer
 from msgspec.structs import replace
 
 from kvstore.errors import (
@@ -413,3 +413,18 @@ def test_an_instance_that_closes_ends_its_requests_with_an_error():
                 running.result()
     finally:
         cluster.close()
+
+
+def test_a_token_that_the_model_does_not_have_disturbs_nobody():
+    with LocalCluster(num_prefill=1, num_decode=1) as cluster:
+        with pytest.raises(InvalidError, match=f"token id {VOCAB_SIZE}: the vocabulary has {VOCAB_SIZE}"):
+            cluster.ask([1, 2, VOCAB_SIZE])
+        call = cluster.call(prompt(2 * Z))
+        placement = call.place()
+        handle = call.reserve(placement)
+        call.prefill(placement, handle)
+        with pytest.raises(InvalidError, match="token id 99999"):
+            call.generate(placement, handle, 99999)
+        call.release(placement, handle)
+        call.end(ok=False)
+        assert cluster.ask(prompt(2 * Z)).tokens == answer(prompt(2 * Z), 6)

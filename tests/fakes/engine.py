@@ -27,6 +27,7 @@ from mooncake_jax.engine.contract import BatchRows, GroupKV, Sampled
 from mooncake_jax.request import Sampling
 
 PRIME = 251
+VOCAB_SIZE = 1 << 16  # ids that prompts may have; drawn ones are below PRIME
 POISON = 0xBEEF  # what undefined cache rows hold
 FORMAT = BlockFormat(
     num_layers=4, num_kv_heads=2, head_dim=2, block_tokens=4, dtype="bfloat16", layers_per_group=2
@@ -170,6 +171,7 @@ class FakePrefillEngine:
     ):
         self.format, self.fingerprint = block_format, fingerprint
         self.max_tokens, self.num_slots = max_tokens, num_slots
+        self.vocab_size = VOCAB_SIZE
         self.tile_tokens = tile_blocks * block_format.block_tokens
         self.compiles_after_ready = 0
         self.computed_tokens = 0
@@ -248,6 +250,7 @@ class FakeDecodeEngine:
     ):
         self.format, self.fingerprint = block_format, fingerprint
         self.max_tokens, self.num_slots, self.insert_blocks = max_tokens, num_slots, insert_blocks
+        self.vocab_size = VOCAB_SIZE
         self.compiles_after_ready = 0
         self.before_step = before_step
         self._seconds_per_step = seconds_per_step

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import random
 
 import msgspec
@@ -94,3 +95,13 @@ def test_a_broken_file_is_told_by_line(tmp_path, text, line):
     path.write_text(text)
     with pytest.raises(InvalidError, match=line):
         read_decision_log(path)
+
+
+def test_a_full_disk_ends_the_file_and_nothing_else(make_cluster, caplog):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full, a file on a full disk")
+    cluster = make_cluster(prefill=3, num_logged_decisions=200)
+    cluster.log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    assert len(busy_hour(cluster)) == 120
+    assert "placing goes on" in caplog.text
+    assert len(cluster.log.records()) == 120
