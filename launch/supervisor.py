@@ -177,7 +177,7 @@ class Supervisor:
                         if child.run and child.run.process.poll() is not None:
                             self._bury(child, child.run)
                         elif not child.run and not child.given_up and now >= child.start_at:
-                            self._spawn(child)
+                            self._try_to_spawn(child)
                     self._changed.notify_all()
         finally:
             self._end_all()
@@ -185,19 +185,32 @@ class Supervisor:
             os.close(self._wake_receive)
             os.close(self._wake_send)
 
+    def _try_to_spawn(self, child: _Child) -> None:
+        """Out of memory, processes or files is a failed start like any other: tried again later."""
+        try:
+            self._spawn(child)
+        except OSError as error:
+            log.warning("%s cannot be started: %s", child.command.name, error)
+            child.num_failures += 1
+            child.start_at = self._clock() + backoff_seconds(child.num_failures)
+
     def _spawn(self, child: _Child) -> None:
         argv = [sys.executable, *child.command.argv]
         if child.command.keeps_port and child.port:
             argv.append(f"--port={child.port}")
         log_file = child.log_path.open("ab")
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            env=os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on
-        )
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                env=os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on
+            )
+        except OSError:
+            log_file.close()
+            raise
         assert process.stdout
         os.set_blocking(process.stdout.fileno(), False)
         child.run = _Run(process, process.stdout, log_file, self._clock())

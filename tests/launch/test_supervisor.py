@@ -190,3 +190,18 @@ def test_children_end_with_their_parent(tmp_path, number):
     for path in Path("/dev/shm").glob(f"mooncake-{pid}-*"):
         path.unlink()
         assert number == signal.SIGKILL, "shared memory is left"
+
+
+def test_a_start_that_the_system_refuses_is_tried_again(supervisor, monkeypatch):
+    refusals = [OSError(11, "Resource temporarily unavailable")]
+    popen = subprocess.Popen
+
+    def refusing(*args, **kwargs):
+        if refusals:
+            raise refusals.pop()
+        return popen(*args, **kwargs)
+
+    monkeypatch.setattr(module.subprocess, "Popen", refusing)
+    supervisor.start(dummy("a"))
+    assert "a" in supervisor.wait_ready(["a"], 30)
+    assert not refusals
