@@ -54,9 +54,8 @@ def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
 
 
 def exp2_weights(x: jax.Array, dtype: jnp.dtype, platform: Platform) -> jax.Array:
-    """2**x for x ≤ 0, in `dtype`. The short form splits x into n + f, 0 ≤ f < 1, and takes a cubic for 2**f
-    (within 2e-4).
-    """
+    """2**x for x ≤ 0, in `dtype`. The short form splits x into n + f, 0 ≤ f < 1, and takes a cubic for 2**f (within
+    2e-4)."""
     if dtype != jnp.bfloat16 or not platform.short_exp2:
         return jnp.exp2(x).astype(dtype)
     x = jnp.maximum(x, -126.0)

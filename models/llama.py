@@ -29,9 +29,7 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter, declared once: its shape, the logical axis of each dimension, and its random
-    initialisation.
-    """
+    """One parameter, declared once: its shape, the logical axis of each dimension, and its random initialisation."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -69,9 +67,7 @@ def abstract_params(cfg: LlamaConfig, dtype: str) -> Params:
 
 
 def init_params(cfg: LlamaConfig, seed: int, dtype: str) -> Params:
-    """Random NumPy parameters, the same on every machine; scaled so that one early prompt token moves the
-    logits.
-    """
+    """Random NumPy parameters, the same on every machine; scaled so that one early prompt token moves the logits."""
     rng = np.random.default_rng(seed)
 
     def draw(param: Param) -> np.ndarray:
@@ -113,9 +109,8 @@ def prepare(cfg: LlamaConfig, params: Params, dtype: str, platform: Platform) ->
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of the embedding `[V, D]` for `tokens` `[T]` → `[T, D]` float32. Ids must be in range (checked
-    by callers).
-    """
+    """Rows of the embedding `[V, D]` for `tokens` `[T]` → `[T, D]` float32. Ids must be in range (checked by
+    callers)."""
     with jax.named_scope("embed"):
         return cache.from_storage(table.at[tokens].get(mode="clip")).astype(jnp.float32)
 
@@ -184,9 +179,7 @@ def decode_group(
 
 
 def head(cfg: LlamaConfig, platform: Platform, params: Params, x: jax.Array) -> jax.Array:
-    """Final norm and output projection: `[T, D]` → logits `[T, V]` float32. `params` has `final_norm` and
-    `lm_head`.
-    """
+    """Final norm and output projection: `[T, D]` → logits `[T, V]` float32. `params` has `final_norm` and `lm_head`."""
     with jax.named_scope("head"):
         return linear(platform, norm(x, params["final_norm"], cfg.norm_eps), params["lm_head"])
 
@@ -216,9 +209,7 @@ def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def _project(
     cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE
-    applied.
-    """
+    """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     heads = linear(platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"]).reshape(
         -1, N + 2 * K, H
@@ -231,9 +222,7 @@ def _project(
 def _finish_layer(
     cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, mixed: jax.Array
 ) -> jax.Array:
-    """Output projection of attention `mixed` `[T, N, H]`, and the gated MLP, each added to the residual
-    `x`.
-    """
+    """Output projection of attention `mixed` `[T, N, H]`, and the gated MLP, each added to the residual `x`."""
     x = x + linear(platform, mixed.reshape(x.shape[0], -1), layer["out"])
     gate, up = jnp.split(
         linear(platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1

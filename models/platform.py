@@ -1,6 +1,4 @@
-"""What is chosen per backend, in one place: storage, padding and block sizes that pay off there and nowhere
-else.
-"""
+"""What is chosen per backend, in one place: storage, padding and block sizes that pay off there and nowhere else."""
 
 from __future__ import annotations
 
@@ -18,19 +16,14 @@ class Platform:
     """Choices for one backend; hashable, because it is a static argument of jitted steps."""
 
     name: str
-    bf16_as_bits: (
-        bool  # keep gathered and sliced bf16 arrays as uint16 bits (XLA:CPU moves bf16 by way of float32)
-    )
+    bf16_as_bits: bool  # gathered and sliced bf16 arrays are uint16 bits: XLA:CPU moves bf16 via float32
     min_dot_rows: int  # dots with fewer rows are padded to this many
-    weights_first_rows: (
-        int  # up to this many rows, weights are the left operand of a dot (XLA:CPU repacks the right one)
-    )
+    weights_first_rows: int  # up to here weights are a dot's left operand: XLA:CPU repacks the right one
     short_exp2: bool  # for bf16 attention weights, an exp2 that is exact to bf16 and no further
     tile_tokens: int  # the largest prefill tile
     prefill_key_tokens: int  # keys of one step of online softmax, at least
-    decode_key_tokens: tuple[
-        tuple[int, int], ...
-    ]  # (largest batch, keys of one step), ascending; the last is open
+    # (largest batch, keys of one step), ascending; the last is open
+    decode_key_tokens: tuple[tuple[int, int], ...]
 
     def storage_dtype(self, dtype: str) -> np.dtype:
         """How KV and embedding rows of a `dtype` model lie in device memory."""

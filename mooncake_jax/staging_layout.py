@@ -1,6 +1,5 @@
 """Where flags and blocks lie in a staging region: prefill writes it one-sidedly, decode reads it (see
-`StagingHandle`).
-"""
+`StagingHandle`)."""
 
 from __future__ import annotations
 
@@ -16,9 +15,7 @@ FLAG_WORDS = 2  # generation, crc32
 
 
 class StagingLayout(NamedTuple):
-    """Byte offsets in the region of a prompt of `num_blocks` blocks; flags first, `[num_blocks, num_groups,
-    2]`.
-    """
+    """Byte offsets in the region of a prompt of `num_blocks` blocks; flags first, `[num_blocks, num_groups, 2]`."""
 
     format: BlockFormat
     num_blocks: int

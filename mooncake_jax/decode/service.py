@@ -93,10 +93,8 @@ class DecodeService:
         return Empty()
 
     def generate(self, request: DecodeRequest, context: grpc.ServicerContext) -> Iterator[TokenEvent]:
-        """Raises InvalidError for a request that does not fit its handle, NotFoundError or StaleError for a
-        bad handle, DeadlineError when KV is missing, InternalError when it arrived damaged or the engine
-        failed.
-        """
+        """Raises InvalidError for a request that does not fit its handle, NotFoundError or StaleError for a bad
+        handle, DeadlineError when KV is missing, InternalError when it arrived damaged or the engine failed."""
         prompt = request.request
         check_length(self._engine, len(prompt.tokens), prompt.max_tokens)
         check_tokens(self._engine, [request.first_token])

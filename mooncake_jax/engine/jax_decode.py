@@ -94,9 +94,7 @@ class JaxDecodeEngine:
         return 0 if self._ready_at is None else self._compiles.total - self._ready_at
 
     def warm_up(self) -> None:
-        """Compile and run every program once. May be called again: compiles nothing, and counts from then
-        on.
-        """
+        """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
         if self._programs is None:
             self._programs = self._compile()
             for run in buckets(1, self.insert_blocks):
@@ -146,9 +144,7 @@ class JaxDecodeEngine:
         self._held[slot, first_block : first_block + count] = True
 
     def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
-        """See the contract. Raises ValueError for rows out of range, or a position that does not follow
-        held KV.
-        """
+        """See the contract. Raises ValueError for rows out of range, or a position that does not follow held KV."""
         compiled = self._compiled
         self._check_rows(rows)
         tokens = np.zeros(self.num_slots, np.int32)

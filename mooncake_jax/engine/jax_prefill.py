@@ -112,9 +112,7 @@ class JaxPrefillEngine:
         return 0 if self._ready_at is None else self._compiles.total - self._ready_at
 
     def warm_up(self) -> None:
-        """Compile and run every program once. May be called again: compiles nothing, and counts from then
-        on.
-        """
+        """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
         if self._programs is None:
             self._programs = self._compile()
             for tile in self._tiles:

@@ -41,10 +41,8 @@ class PrefillService:
     def prefill(
         self, request: PrefillRequest, context: grpc.ServicerContext
     ) -> Iterator[FirstToken | PrefillDone]:
-        """Raises StaleError for another epoch, InvalidError for a request that does not fit or keys that
-        differ, ExhaustedError when the queue is full, UnavailableError when decode or this instance goes
-        away.
-        """
+        """Raises StaleError for another epoch, InvalidError for a request that does not fit or keys that differ,
+        ExhaustedError when the queue is full, UnavailableError when decode or this instance goes away."""
         self._validate(request)
         with self._job(request) as job:
             if not context.add_callback(job.cancel):

@@ -1,6 +1,4 @@
-"""A whole cluster in one process, over real gRPC, store and transfers, with engines whose answers
-are known.
-"""
+"""A whole cluster in one process, over real gRPC, store and transfers, with engines whose answers are known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two prefill and two decode instances with fake engines answer as the oracle does, whatever is reused or
-moved.
-"""
+"""Two prefill and two decode instances with fake engines answer as the oracle does, whatever is reused or moved."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The queue discipline, in virtual time: short requests pass long ones, long ones are not starved, nothing
-thrashes.
-"""
+"""The queue discipline, in virtual time: short requests pass long ones, long ones are not starved, nothing thrashes."""
 
 from dataclasses import dataclass, field
 

@@ -1,6 +1,4 @@
-"""KV on its way out, with a real transfer engine: what arrives where, in which order, and what
-holds it up.
-"""
+"""KV on its way out, with a real transfer engine: what arrives where, in which order, and what holds it up."""
 
 import threading
 import time
