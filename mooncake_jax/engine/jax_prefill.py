@@ -99,7 +99,7 @@ class JaxPrefillEngine:
         self._num_pages = -(-pages // run) * run
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
-        self._staging = [np.zeros(prefix_shape, self.format.item_dtype) for _ in range(2)]
+        self._staging = [np.full(prefix_shape, 0, self.format.item_dtype) for _ in range(2)]  # touched
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None

@@ -108,13 +108,16 @@ class PrefillJob:
         self._stream.add_new(kv, num_tokens)
 
     def tile_done(self, num_tokens: int, seconds: float) -> None:
-        """`num_tokens` more are in the cache."""
+        """`num_tokens` more are in the cache. After the first tile, reused blocks go to decode as well: not earlier,
+        because copying them would delay the first token of a prompt that is cached but for its end.
+        """
         assert self._stream is not None
         self._served_seconds += seconds
         self.position += num_tokens
         if self._loads_prefix:
-            start, stop = self._prefix.num_home_blocks, self._prefix.num_blocks
-            self._stream.add_prefix(start, *self._prefix.whole_blocks(start, stop))
+            home, stop = self._prefix.num_home_blocks, self._prefix.num_blocks
+            self._stream.add_prefix(0, *self._prefix.whole_blocks(0, home))
+            self._stream.add_prefix(home, *self._prefix.whole_blocks(home, stop))
             self._loads_prefix = False
 
     def first_token(self, sampled: Sampled) -> FirstToken:
@@ -170,4 +173,3 @@ class PrefillJob:
             on_progress=self._on_progress,
             again=again,
         )
-        self._stream.add_prefix(0, *self._prefix.whole_blocks(0, self._prefix.num_home_blocks))
