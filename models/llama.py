@@ -143,7 +143,7 @@ def prefill_group(
             )
             group[i] = cache.write_pages(group[i], new, slot, start // Z)
             mixed = attention.tile_attention(
-                q, k, v, group[i], slot, start, platform, platform.prefill_pages(cfg)
+                q, k, v, group[i], slot, start, platform, platform.prefill_pages(cfg, x.shape[0])
             )
             x = _finish_layer(cfg, platform, layer, x, mixed)
             blocks.append(new)

@@ -21,7 +21,8 @@ class Platform:
     weights_first_rows: int  # up to here weights are a dot's left operand: XLA:CPU repacks the right one
     short_exp2: bool  # for bf16 attention weights, an exp2 that is exact to bf16 and no further
     tile_tokens: int  # the largest prefill tile
-    prefill_key_tokens: int  # keys of one step of online softmax, at least
+    prefill_key_tokens: tuple[int, int]  # keys of one step of online softmax: at least, at most
+    prefill_scores: int  # queries times keys of one step, between these bounds
     # (largest batch, keys of one step), ascending; the last is open
     decode_key_tokens: tuple[tuple[int, int], ...]
 
@@ -31,9 +32,10 @@ class Platform:
             return np.dtype(np.float32)
         return np.dtype(np.uint16) if self.bf16_as_bits else np.dtype(jax.numpy.bfloat16)
 
-    def prefill_pages(self, cfg: LlamaConfig) -> int:
-        """Pages that prefill attention reads at a time."""
-        return max(1, self.prefill_key_tokens // cfg.block_tokens)
+    def prefill_pages(self, cfg: LlamaConfig, tile: int) -> int:
+        """Pages that attention of a tile of `tile` tokens reads at a time: the shorter the tile, the more."""
+        fewest, most = self.prefill_key_tokens
+        return max(1, min(most, max(fewest, self.prefill_scores // tile)) // cfg.block_tokens)
 
     def decode_pages(self, cfg: LlamaConfig, batch: int) -> int:
         """Pages per slot that decode attention reads at a time."""
@@ -48,7 +50,8 @@ CPU = Platform(
     weights_first_rows=64,
     short_exp2=True,
     tile_tokens=256,
-    prefill_key_tokens=256,
+    prefill_key_tokens=(256, 2048),
+    prefill_scores=256 * 256,
     decode_key_tokens=((4, 256), (16, 128), (32, 64)),
 )
 ACCELERATOR = Platform(
@@ -58,7 +61,8 @@ ACCELERATOR = Platform(
     weights_first_rows=0,
     short_exp2=False,
     tile_tokens=2048,
-    prefill_key_tokens=1024,
+    prefill_key_tokens=(1024, 1024),
+    prefill_scores=2048 * 1024,
     decode_key_tokens=((8, 2048), (64, 1024)),
 )
 

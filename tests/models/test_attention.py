@@ -13,7 +13,7 @@ from models.config import preset
 from models.platform import CPU
 
 CFG = preset("tiny")
-SMALL = dataclasses.replace(CPU, prefill_key_tokens=32, decode_key_tokens=((32, 32),))
+SMALL = dataclasses.replace(CPU, prefill_key_tokens=(32, 32), decode_key_tokens=((32, 32),))
 S, N, K, H, Z = 75, CFG.num_heads, CFG.num_kv_heads, CFG.head_dim, CFG.block_tokens
 RNG = np.random.default_rng(0)
 Q, KEYS, VALUES = (RNG.normal(size=(S, heads, H)).astype(np.float32) for heads in (N, K, K))
