@@ -34,6 +34,7 @@ serve: $(READY)
 	@$(BIN)/python -m launch.cluster --host=$(HOST) --port=$(PORT) --model=$(MODEL)
 
 test: $(READY)
+	@$(BIN)/python -m launch.fetch || echo "without the model, tests of its real weights are skipped"
 	$(BIN)/python -m pytest tests -m "not soak"
 
 soak: $(READY)
