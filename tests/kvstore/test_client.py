@@ -346,7 +346,7 @@ def test_a_node_without_a_server_costs_a_miss_not_a_hang(cluster):
 
 def test_readers_and_writers_on_a_tiny_pool_never_see_wrong_bytes(cluster):
     """Every object carries its key; the pool holds a quarter of the keys, so slots are rewritten often."""
-    a = cluster.node("a", num_slots=6, lease_seconds=0.05)
+    a = cluster.node("a", num_slots=6, lease_seconds=1.0)  # well above what a busy machine delays a write
     keys, _ = blocks(24)
     home, near, far = cluster.client(a), cluster.client(host_id="host-a"), cluster.client()
     cluster.settle()
