@@ -30,7 +30,7 @@ _PEERS = flags.DEFINE_string(
     "peers", None, "Folder with the peers' venvs (vllm, mooncake, …); absent: ours alone."
 )
 _MODEL = flags.DEFINE_string(
-    "model", "smollm2", "engine: checkpoint to measure; `smollm2` fetches SmolLM2-135M-Instruct."
+    "model", "", "engine: checkpoint to measure; if empty, SmolLM2-135M-Instruct is fetched."
 )
 _ROWS = flags.DEFINE_list("rows", [], "Only rows whose name starts with one of these.")
 

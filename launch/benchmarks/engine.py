@@ -6,6 +6,7 @@ offline `generate`, so it carries its scheduler; its decode figure is (65 tokens
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +17,9 @@ from launch.benchmarks.options import Options
 from launch.benchmarks.peers import LlamaCppPeer, VllmPeer
 from launch.benchmarks.record import Row, measure
 from launch.benchmarks.served import served_rows
+from launch.cluster import default_compile_cache
+from launch.flags import keep_compiled_programs
+from launch.model_cache import smollm2_checkpoint
 from launch.model_source import load
 from mooncake_jax.engine.contract import BatchRows, DecodeEngine, PrefillEngine
 from mooncake_jax.engine.jax_decode import JaxDecodeEngine
@@ -88,6 +92,8 @@ def vllm_decode_seconds(vllm: VllmPeer, batch: int, context: int) -> float:
 
 def run(options: Options) -> list[Row]:
     rows: list[Row] = []
+    keep_compiled_programs(default_compile_cache())
+    options = dataclasses.replace(options, model=options.model or str(smollm2_checkpoint("bfloat16")))
     with ExitStack() as stack:
         vllm = (
             stack.enter_context(VllmPeer(options.peers))

@@ -344,9 +344,15 @@ def test_a_node_without_a_server_costs_a_miss_not_a_hang(cluster):
     assert client.counters()["missed"] == 1
 
 
-def test_readers_and_writers_on_a_tiny_pool_never_see_wrong_bytes(cluster):
+LATE_WRITE = "a remote write that arrives more than a lease late can land in a reused slot"
+
+
+@pytest.mark.parametrize(
+    "lease_seconds", [1.0, pytest.param(0.05, marks=pytest.mark.xfail(reason=LATE_WRITE, strict=False))]
+)
+def test_readers_and_writers_on_a_tiny_pool_never_see_wrong_bytes(cluster, lease_seconds):
     """Every object carries its key; the pool holds a quarter of the keys, so slots are rewritten often."""
-    a = cluster.node("a", num_slots=6, lease_seconds=1.0)  # well above what a busy machine delays a write
+    a = cluster.node("a", num_slots=6, lease_seconds=lease_seconds)
     keys, _ = blocks(24)
     home, near, far = cluster.client(a), cluster.client(host_id="host-a"), cluster.client()
     cluster.settle()
@@ -383,6 +389,7 @@ def test_readers_and_writers_on_a_tiny_pool_never_see_wrong_bytes(cluster):
     threads += [threading.Thread(target=guarded, args=(read, c, i)) for i, c in enumerate((home, near, far))]
     for thread in threads:
         thread.start()
+    stop.wait(1.5)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (errors or wrong or min(hits) > 10):
         stop.wait(0.1)
