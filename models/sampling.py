@@ -9,31 +9,19 @@ the last bit; tokens that tie with the last one kept are kept too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from models.draw import Draw
+
 _COLUMNS = 256  # of the two-level search for the drawn token
 _ONE_BITS = 0x3F800000  # float32 1.0: no probability is larger
 
 
 Column = jax.Array | np.ndarray
-
-
-class Draw(NamedTuple):
-    """How each row is to be drawn, `[B]` each."""
-
-    temperature: Column  # float32; 0 is greedy
-    top_k: Column  # int32; 0: no limit
-    top_p: Column  # float32
-    seed: Column  # uint32
-    step: Column  # int32
-
-
-DRAW_DTYPES = tuple(map(np.dtype, ("float32", "int32", "float32", "uint32", "int32")))  # of Draw's columns
 
 
 def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,7 @@ from launch.cluster import default_compile_cache
 from launch.flags import keep_compiled_programs
 from launch.model_cache import smollm2_checkpoint
 from launch.model_source import load
+from models import draw as draws
 from mooncake_jax.engine.contract import BatchRows, DecodeEngine, PrefillEngine
 from mooncake_jax.engine.jax_decode import JaxDecodeEngine
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
@@ -68,17 +69,13 @@ def decode_seconds(engine: DecodeEngine, batch: int, context: int) -> float:
         active=np.arange(B) < batch,
         tokens=RNG.integers(1000, 40_000, B).astype(np.int32),
         positions=np.full(B, context, np.int32),
-        steps=np.ones(B, np.int32),
-        temperature=np.zeros(B, np.float32),
-        top_k=np.zeros(B, np.int32),
-        top_p=np.ones(B, np.float32),
-        seed=np.zeros(B, np.uint32),
+        draw=draws.blank(B),
     )
     fill(engine, batch, context)
     start = time.perf_counter()
     for _ in range(NUM_STEPS):
         tokens, _ = engine.generate(rows)
-        rows = rows._replace(tokens=tokens, positions=rows.positions + 1, steps=rows.steps + 1)
+        rows = rows._replace(tokens=tokens, positions=rows.positions + 1)
     return time.perf_counter() - start
 
 

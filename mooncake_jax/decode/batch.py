@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models import draw as draws
 from mooncake_jax.engine.contract import BatchRows
+from mooncake_jax.engine.draw_rows import fill
 from mooncake_jax.request import FinishReason, Request
 
 
@@ -56,11 +58,7 @@ class Batch:
             active=np.zeros(num_slots, bool),
             tokens=np.zeros(num_slots, np.int32),
             positions=np.zeros(num_slots, np.int32),
-            steps=np.zeros(num_slots, np.int32),
-            temperature=np.zeros(num_slots, np.float32),
-            top_k=np.zeros(num_slots, np.int32),
-            top_p=np.ones(num_slots, np.float32),
-            seed=np.zeros(num_slots, np.uint32),
+            draw=draws.blank(num_slots),
         )
 
     def take_slot(self) -> int | None:
@@ -70,10 +68,8 @@ class Batch:
     def join(self, slot: int, request: Request, first_token: int) -> None:
         """From the next step on, `slot` continues `request` from `first_token`, the one after the prompt."""
         row = self._rows[slot] = _Row(request, first_token, len(request.tokens), num_drawn=1)
-        a, sampling = self._arrays, request.sampling
-        a.active[slot] = True
-        a.temperature[slot], a.top_k[slot] = sampling.temperature, sampling.top_k
-        a.top_p[slot], a.seed[slot] = sampling.top_p, sampling.seed
+        self._arrays.active[slot] = True
+        fill(self._arrays.draw, slot, request.sampling)
         self._place(slot, row)
 
     def leave(self, slot: int) -> None:
@@ -114,4 +110,4 @@ class Batch:
 
     def _place(self, slot: int, row: _Row) -> None:
         a = self._arrays
-        a.tokens[slot], a.positions[slot], a.steps[slot] = row.token, row.position, row.num_drawn
+        a.tokens[slot], a.positions[slot], a.draw.step[slot] = row.token, row.position, row.num_drawn

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvstore.block import BlockFormat
+from models.draw import Draw
 from mooncake_jax.request import Sampling
 
 
@@ -76,11 +77,7 @@ class BatchRows(NamedTuple):
     active: np.ndarray  # [B] bool
     tokens: np.ndarray  # [B] int32: the last token of each row, not yet in the cache
     positions: np.ndarray  # [B] int32: where that token goes
-    steps: np.ndarray  # [B] int32: index of the token to be drawn, for the key f(seed, step)
-    temperature: np.ndarray  # [B] float32
-    top_k: np.ndarray  # [B] int32
-    top_p: np.ndarray  # [B] float32
-    seed: np.ndarray  # [B] uint32
+    draw: Draw  # [B]: how each row's next token is drawn
 
 
 class DecodeEngine(Protocol):

@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import cache, llama, sampling
+from models import cache, llama
+from models import draw as draws
 from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import BatchRows
-from mooncake_jax.engine.jax_prefill import block_format, draw_greedy, draw_sampled
+from mooncake_jax.engine.drawing import Drawing
+from mooncake_jax.engine.jax_prefill import block_format
 
-_ROW_DTYPES = tuple(  # of BatchRows' columns
-    map(np.dtype, ("bool", "int32", "int32", "int32", "float32", "int32", "float32", "uint32"))
-)
+_ROW_DTYPES = tuple(map(np.dtype, ("bool", "int32", "int32")))  # of BatchRows' columns before `draw`
 
 
 class _Programs(NamedTuple):
@@ -33,8 +33,6 @@ class _Programs(NamedTuple):
 
     embed: dict[int, Callable[..., Any]]
     group: dict[int, Callable[..., Any]]
-    greedy: dict[int, Callable[..., Any]]
-    sampled: dict[int, Callable[..., Any]]
     insert: dict[int, Callable[..., Any]]
     extract: Callable[..., Any]
 
@@ -83,6 +81,7 @@ class JaxDecodeEngine:
         self.insert_blocks = min(insert_blocks, 1 << (self._num_blocks.bit_length() - 1))
         run = max(self._platform.decode_pages(cfg, batch) for batch in self._batches)
         self._num_pages = -(-self._num_blocks // run) * run  # attention reads whole runs of pages
+        self._drawing = Drawing(cfg, self._platform, self._head_params, self._batches)
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None
@@ -97,15 +96,15 @@ class JaxDecodeEngine:
         """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
         if self._programs is None:
             self._programs = self._compile()
+            self._drawing.compile()
+            self._drawing.warm_up()
             for run in buckets(1, self.insert_blocks):
                 self.insert(0, 0, np.zeros((run, *self.format.shape), self.format.item_dtype))
             for batch in self._batches:
-                for temperature in (0.0, 1.0):
-                    rows = BatchRows(*(np.zeros(self.num_slots, dtype) for dtype in _ROW_DTYPES))
-                    rows.active[batch - 1] = True
-                    rows.temperature[:] = temperature
-                    rows.top_p[:] = 1.0
-                    self.generate(rows)
+                active, tokens, positions = (np.zeros(self.num_slots, dtype) for dtype in _ROW_DTYPES)
+                rows = BatchRows(active, tokens, positions, draws.blank(self.num_slots))
+                rows.active[batch - 1] = True
+                self.generate(rows)
             self.extract(0, 0)
             self._held[:] = False
         self._ready_at = self._compiles.total
@@ -161,17 +160,7 @@ class JaxDecodeEngine:
                 x, self._cache[group] = compiled.group[batch](
                     layers, x, self._cache[group], positions, active
                 )
-            if np.any(rows.temperature[slots] > 0.0):
-                draw = sampling.Draw(
-                    rows.temperature[:batch],
-                    rows.top_k[:batch],
-                    rows.top_p[:batch],
-                    rows.seed[:batch],
-                    rows.steps[:batch],
-                )
-                drawn = compiled.sampled[batch](self._head_params, x, draw)
-            else:
-                drawn = compiled.greedy[batch](self._head_params, x)
+            drawn = self._drawing.start(x, rows.draw, rows.active)
             tokens[:batch], logprobs[:batch] = np.asarray(drawn[0]), np.asarray(drawn[1])
         self._held[slots, rows.positions[slots] // self._cfg.block_tokens] = True
         return tokens, logprobs
@@ -190,7 +179,8 @@ class JaxDecodeEngine:
             raise ValueError(f"slot {slot} of {self.num_slots}")
 
     def _check_rows(self, rows: BatchRows) -> None:
-        for name, column, dtype in zip(rows._fields, rows, _ROW_DTYPES, strict=True):
+        draws.check(rows.draw, self.num_slots)
+        for name, column, dtype in zip(rows._fields, rows[:-1], _ROW_DTYPES, strict=False):
             if column.shape != (self.num_slots,) or column.dtype != dtype:
                 raise ValueError(
                     f"rows.{name}: {column.shape} {column.dtype}, expected ({self.num_slots},) {dtype}"
@@ -235,25 +225,18 @@ class JaxDecodeEngine:
 
     def _compile(self) -> _Programs:
         cfg, platform, zero = self._cfg, self._platform, np.int32(0)
-        embed, group, greedy, sampled = {}, {}, {}, {}
+        embed, group = {}, {}
         group_step = functools.partial(llama.decode_group, cfg, platform)
         for batch in self._batches:
             x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32)
             ids, active = np.zeros(batch, np.int32), np.zeros(batch, np.bool_)
-            draw = sampling.Draw(*(np.zeros(batch, dtype) for dtype in sampling.DRAW_DTYPES))
             embed[batch] = program(llama.embed, self._embedding, ids)
             group[batch] = program(group_step, self._layers[0], x, self._cache[0], ids, active, donate=[2])
-            greedy[batch] = program(functools.partial(draw_greedy, cfg, platform), self._head_params, x)
-            sampled[batch] = program(
-                functools.partial(draw_sampled, cfg, platform), self._head_params, x, draw
-            )
         insert = {}
         for run in buckets(1, self.insert_blocks):
             blocks = jax.ShapeDtypeStruct((run, *self.format.shape), self._storage)
             insert[run] = program(cache.insert_blocks, self._cache, blocks, zero, zero, donate=[0])
-        return _Programs(
-            embed, group, greedy, sampled, insert, program(cache.extract_block, self._cache, zero, zero)
-        )
+        return _Programs(embed, group, insert, program(cache.extract_block, self._cache, zero, zero))
 
     @property
     def _compiled(self) -> _Programs:

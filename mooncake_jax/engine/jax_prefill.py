@@ -25,6 +25,8 @@ from models.config import LlamaConfig
 from models.platform import Platform
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.engine.draw_rows import one_row
+from mooncake_jax.engine.drawing import Drawing
 from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
 
@@ -39,8 +41,6 @@ class _Programs(NamedTuple):
     group: dict[int, Callable[..., Any]]
     last: dict[int, Callable[..., Any]]
     insert: dict[int, Callable[..., Any]]
-    greedy: Callable[..., Any]
-    sampled: Callable[..., Any]
 
 
 def block_format(cfg: LlamaConfig, dtype: str) -> BlockFormat:
@@ -100,6 +100,7 @@ class JaxPrefillEngine:
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
         self._staging = [np.full(prefix_shape, 0, self.format.item_dtype) for _ in range(2)]  # touched
+        self._drawing = Drawing(cfg, self._platform, self._head_params, [1])
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None
@@ -115,11 +116,12 @@ class JaxPrefillEngine:
         """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
         if self._programs is None:
             self._programs = self._compile()
+            self._drawing.compile()
+            self._drawing.warm_up()
             for tile in self._tiles:
                 tokens = np.zeros(min(tile, self.max_tokens), np.int32)
-                for sample in (Sampling(), Sampling(temperature=1.0)):
-                    for _ in self.prefill(0, tokens, 0, sample=sample):
-                        pass
+                for _ in self.prefill(0, tokens, 0, sample=Sampling()):
+                    pass
             self._warm_up_loading()
             self._filled[:] = 0
         self._ready_at = self._compiles.total
@@ -250,16 +252,7 @@ class JaxPrefillEngine:
 
     def _draw(self, x: jax.Array, row: int, sample: Sampling) -> tuple[jax.Array, jax.Array]:
         last = self._compiled.last[x.shape[0]](x, np.int32(row))
-        if sample.temperature == 0.0:
-            return self._compiled.greedy(self._head_params, last)
-        draw = sampling.Draw(
-            temperature=np.array([sample.temperature], np.float32),
-            top_k=np.array([sample.top_k], np.int32),
-            top_p=np.array([sample.top_p], np.float32),
-            seed=np.array([sample.seed], np.uint32),
-            step=np.zeros(1, np.int32),
-        )
-        return self._compiled.sampled(self._head_params, last, draw)
+        return self._drawing.start(last, one_row(sample, step=0), np.ones(1, np.bool_))
 
     def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
         if len(blocks) != count:
@@ -315,8 +308,7 @@ class JaxPrefillEngine:
 
     def _compile(self) -> _Programs:
         cfg, platform = self._cfg, self._platform
-        zero, row = np.int32(0), jax.ShapeDtypeStruct((1, cfg.d_model), jnp.float32)
-        draw = sampling.Draw(*(np.zeros(1, dtype) for dtype in sampling.DRAW_DTYPES))
+        zero = np.int32(0)
         group_step = functools.partial(llama.prefill_group, cfg, platform)
         embed, group, last = {}, {}, {}
         for tile in self._tiles:
@@ -330,34 +322,13 @@ class JaxPrefillEngine:
         for run in buckets(1, self._load_blocks):
             blocks = jax.ShapeDtypeStruct((run, *self.format.group_shape), self._storage)
             insert[run] = program(cache.insert_blocks, self._cache[0], blocks, zero, zero, donate=[0])
-        return _Programs(
-            embed=embed,
-            group=group,
-            last=last,
-            insert=insert,
-            greedy=program(functools.partial(draw_greedy, cfg, platform), self._head_params, row),
-            sampled=program(functools.partial(draw_sampled, cfg, platform), self._head_params, row, draw),
-        )
+        return _Programs(embed, group, last, insert)
 
     @property
     def _compiled(self) -> _Programs:
         if self._programs is None:
             raise RuntimeError("prefill engine: call warm_up() before the first use")
         return self._programs
-
-
-def draw_greedy(
-    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Final activations `[B, D]` → the most likely tokens `[B]` and their log probabilities `[B]`."""
-    return sampling.greedy(llama.head(cfg, platform, params, x))
-
-
-def draw_sampled(
-    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array, draw: sampling.Draw
-) -> tuple[jax.Array, jax.Array]:
-    """Final activations `[B, D]` → tokens drawn as `draw` says, and their log probabilities."""
-    return sampling.sample(llama.head(cfg, platform, params, x), draw)
 
 
 def _score_rows(

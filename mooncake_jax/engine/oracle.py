@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models import draw as draws
 from mooncake_jax.engine.contract import BatchRows, DecodeEngine, GroupKV, Sampled
+from mooncake_jax.engine.draw_rows import fill
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
 from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import FinishReason, Request
@@ -126,14 +128,12 @@ class Monolith:
 
     def _rows(self, request: Request, token: int, *, position: int, step: int) -> BatchRows:
         slots = self._decode.num_slots
-        sampling = request.sampling
+        draw = draws.blank(slots)
+        fill(draw, 0, request.sampling)
+        draw.step[0] = step
         return BatchRows(
             active=np.arange(slots) == 0,
             tokens=np.full(slots, token, np.int32),
             positions=np.full(slots, position, np.int32),
-            steps=np.full(slots, step, np.int32),
-            temperature=np.full(slots, sampling.temperature, np.float32),
-            top_k=np.full(slots, sampling.top_k, np.int32),
-            top_p=np.full(slots, sampling.top_p, np.float32),
-            seed=np.full(slots, sampling.seed, np.uint32),
+            draw=draw,
         )

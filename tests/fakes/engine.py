@@ -283,8 +283,9 @@ class FakeDecodeEngine:
             if position >= self.max_tokens:
                 raise ValueError(f"position {position} of slot {slot}, the cache has {self.max_tokens}")
             digests = self._cache.feed(slot, slice(None), [int(rows.tokens[slot])], position)
-            sampling = Sampling(temperature=float(rows.temperature[slot]), seed=int(rows.seed[slot]))
-            tokens[slot] = self._cache.next_token(digests, sampling, int(rows.steps[slot]))
+            draw = rows.draw
+            sampling = Sampling(temperature=float(draw.temperature[slot]), seed=int(draw.seed[slot]))
+            tokens[slot] = self._cache.next_token(digests, sampling, int(draw.step[slot]))
             logprobs[slot] = logprob_of(int(tokens[slot]))
         return tokens, logprobs
 

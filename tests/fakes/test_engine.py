@@ -5,7 +5,9 @@ import pytest
 from fakes.engine import FORMAT, FakeDecodeEngine, FakePrefillEngine, answer
 
 from kvstore.block import BlockFormat
+from models import draw as draws
 from mooncake_jax.engine.contract import BatchRows, GroupKV, Sampled
+from mooncake_jax.engine.draw_rows import fill
 from mooncake_jax.request import Sampling
 
 Z = FORMAT.block_tokens
@@ -19,15 +21,14 @@ def rows_of(
         column[slot] = value
         return column
 
+    draw = draws.blank(engine.num_slots)
+    fill(draw, slot, sampling)
+    draw.step[slot] = step
     return BatchRows(
         active=row(True, bool),
         tokens=row(token, np.int32),
         positions=row(position, np.int32),
-        steps=row(step, np.int32),
-        temperature=row(sampling.temperature, np.float32),
-        top_k=row(sampling.top_k, np.int32),
-        top_p=row(sampling.top_p, np.float32),
-        seed=row(sampling.seed, np.uint32),
+        draw=draw,
     )
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from models import sampling
+from models.draw import Draw
 
 V = 515
 LOGITS = np.random.default_rng(0).normal(size=(4, V)).astype(np.float32) * 3
@@ -12,7 +13,7 @@ LOGITS = np.random.default_rng(0).normal(size=(4, V)).astype(np.float32) * 3
 
 def draw(rows, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, step=0):
     full = functools.partial(np.full, rows)
-    return sampling.Draw(
+    return Draw(
         full(temperature, np.float32),
         full(top_k, np.int32),
         full(top_p, np.float32),

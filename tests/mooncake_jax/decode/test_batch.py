@@ -42,12 +42,12 @@ def test_a_row_feeds_each_drawn_token_at_the_next_position():
     for token in (10, 11):
         rows = batch.rows()
         assert rows.active.tolist() == [False, True]
-        seen.append((int(rows.tokens[1]), int(rows.positions[1]), int(rows.steps[1])))
+        seen.append((int(rows.tokens[1]), int(rows.positions[1]), int(rows.draw.step[1])))
         (drawn,) = step(batch, {1: token})
         assert (drawn.slot, drawn.token, drawn.logprob, drawn.finish) == (1, token, -token, None)
     assert seen == [(77, 5, 1), (10, 6, 2)]
-    rows = batch.rows()
-    assert (rows.temperature[1], rows.top_k[1], rows.top_p[1], rows.seed[1]) == (0.5, 3, np.float32(0.9), 42)
+    draw = batch.rows().draw
+    assert (draw.temperature[1], draw.top_k[1], draw.top_p[1], draw.seed[1]) == (0.5, 3, np.float32(0.9), 42)
     (drawn,) = step(batch, {1: 12})
     assert (drawn.finish, drawn.full_block) == ("length", 1)  # position 7 was fed: block 1 is whole
     assert not batch.rows().active.any()
@@ -55,7 +55,7 @@ def test_a_row_feeds_each_drawn_token_at_the_next_position():
 
 
 def test_top_p_of_a_row_that_never_was_is_valid():
-    assert (Batch(2, 100, Z).rows().top_p == 1.0).all()
+    assert (Batch(2, 100, Z).rows().draw.top_p == 1.0).all()
 
 
 def test_rows_do_not_touch_each_other():

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from models import draw as draws
 from mooncake_jax.engine.contract import BatchRows, GroupKV
 from mooncake_jax.request import Sampling
 
@@ -54,11 +55,7 @@ def rows(engine, **columns):
         active=np.zeros(B, np.bool_),
         tokens=np.full(B, 2**31 - 1, np.int32),
         positions=np.full(B, -7, np.int32),
-        steps=np.zeros(B, np.int32),
-        temperature=np.zeros(B, np.float32),
-        top_k=np.zeros(B, np.int32),
-        top_p=np.ones(B, np.float32),
-        seed=np.zeros(B, np.uint32),
+        draw=draws.blank(B),
     )
     for name, (token, position) in columns.items():
         slot = int(name.removeprefix("slot"))
@@ -152,7 +149,7 @@ def test_a_draw_is_the_same_in_every_slot_and_batch(pair):
     for slot in range(3):
         insert(pair.decode, slot, blocks)
         batch = rows(pair.decode, **{f"slot{slot}": (5, 32)})
-        batch.temperature[:], batch.seed[:], batch.steps[:] = 1.0, 1234, 3
+        batch.draw.temperature[:], batch.draw.seed[:], batch.draw.step[:] = 1.0, 1234, 3
         drawn.append(int(pair.decode.generate(batch)[0][slot]))
     assert len(set(drawn)) == 1
 
@@ -165,7 +162,7 @@ def test_nothing_compiles_after_warm_up(pair):
     compute(pair.prefill, 1, PROMPT, start=64, load=loader(pair.prefill.format, blocks, 4), sample=Sampling())
     insert(pair.decode, 0, blocks[:3])
     batch = rows(pair.decode, slot0=(1, 48))
-    batch.temperature[:] = 0.5
+    batch.draw.temperature[:] = 0.5
     pair.decode.generate(batch)
     assert pair.prefill.compiles_after_ready == before
 
