@@ -1,101 +1,219 @@
-"""Drawing a token from logits: greedy, temperature, top-k, top-p. Pure in (logits, seed, step).
+"""Drawing a token from logits. Pure in (logits, tokens seen, seed, step).
 
-The random number of a row depends on its seed and step alone, never on its slot or on who shares the batch.
-Log probabilities are those of the unmodified distribution (temperature 1, nothing cut off). Nothing is
-sorted: the cut-offs of top-k and top-p are found by bisection over the bits of the probabilities, exact to
-the last bit; tokens that tie with the last one kept are kept too.
+In this order: biases and penalties change the logits, the temperature divides them, and then min-p, top-k and
+top-p leave out what is unlikely; top-p counts the mass that top-k left. A temperature of 0 takes the most likely
+token of the changed logits. Log probabilities are those of the unmodified distribution (nothing changed,
+temperature 1, nothing left out).
+
+The random numbers of a row depend on its seed and step alone, never on its slot or on who shares the batch.
+Nothing of the vocabulary's size is sorted. The cut-offs of top-k and top-p are read off the `_CANDIDATES` largest
+logits where these reach far enough. Where they do not, a larger top-k is found by bisection over the bits of the
+logits; and for top-p a token is drawn as if without it, accepted if the more likely ones have less mass than
+top-p, and else drawn again from the more likely ones (the rejection sampling of FlashInfer, arXiv 2501.01005).
+Both are exact: only the time differs. Tokens that tie with the last one kept are kept too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from models.draw import Draw
+from models.draw import MAX_TOP, Draw
 
 _COLUMNS = 256  # of the two-level search for the drawn token
-_ONE_BITS = 0x3F800000  # float32 1.0: no probability is larger
-
+_CANDIDATES = 64
+_BLOCKS = (16,)  # widths of the blocks whose maxima lead to the largest elements
 
 Column = jax.Array | np.ndarray
 
 
+class Drawn(NamedTuple):
+    """One token per row, `[B]`, and the most likely ones, `[B, MAX_TOP]` (undefined where no row asks)."""
+
+    token: jax.Array
+    logprob: jax.Array
+    top_tokens: jax.Array
+    top_logprobs: jax.Array
+
+
 def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The most likely token of each row of `[B, V]` (the lowest id among equals), and its log probability."""
-    V = logits.shape[-1]
     top = logits.max(-1, keepdims=True)
-    # in two stages: argmax is slow
-    token = jnp.where(logits == top, jnp.arange(V, dtype=jnp.int32), V - 1).min(-1)
-    return token, -jnp.log(jnp.exp(logits - top).sum(-1))
+    return _first_equal(logits, top), -jnp.log(jnp.exp(logits - top).sum(-1))
 
 
-def sample(logits: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
-    """One token per row of `[B, V]`, and its log probability; rows with temperature 0 are greedy."""
-    best, _ = greedy(logits)
-    top = logits.max(-1, keepdims=True)
-    is_greedy = draw.temperature <= 0.0
-    temperature = jnp.where(is_greedy, 1.0, draw.temperature)[:, None]
-    weights = jnp.exp((logits - top) / temperature)  # 1.0 for the most likely token
-    weights = _keep_top_k(weights, draw.top_k)
-    weights = _keep_top_p(weights, draw.top_p)
-    drawn = _search(weights, _uniform(draw.seed, draw.step))
-    token = jnp.where(is_greedy, best, drawn)
-    return token, log_probability(logits, token)
+def sample(logits: jax.Array, draw: Draw, seen: jax.Array) -> Drawn:
+    """Draw as `draw` says from `[B, V]`; `seen` `[B, V]` int32 is what `remembered` counts."""
+    shaped = lax.cond(_changes_logits(draw), lambda: _shape(logits, draw, seen), lambda: logits)
+    shaped = lax.optimization_barrier(shaped)
+    top = shaped.max(-1, keepdims=True)
+    is_greedy = jnp.asarray(draw.temperature) <= 0.0
+    drawn = lax.cond(
+        is_greedy.all(), lambda: jnp.zeros(is_greedy.shape, jnp.int32), lambda: _random(shaped, top, draw)
+    )
+    token = jnp.where(is_greedy, _first_equal(shaped, top), drawn)
+    raw_top = logits.max(-1)
+    log_sum = raw_top + jnp.log(jnp.exp(logits - raw_top[:, None]).sum(-1))
+    num_top = min(MAX_TOP, logits.shape[-1])
+    nothing = (
+        jnp.zeros((logits.shape[0], num_top), jnp.float32),
+        jnp.zeros((logits.shape[0], num_top), jnp.int32),
+    )
+    best, best_tokens = lax.cond(
+        (jnp.asarray(draw.num_top) > 0).any(), lambda: largest(logits, num_top), lambda: nothing
+    )
+    return Drawn(token, _at(logits, token) - log_sum, best_tokens, best - log_sum[:, None])
 
 
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     """Log probability of `token` `[B]` under softmax of `logits` `[B, V]`."""
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1, mode="clip")[:, 0]
     top = logits.max(-1)
-    return chosen - top - jnp.log(jnp.exp(logits - top[:, None]).sum(-1))
+    return _at(logits, token) - top - jnp.log(jnp.exp(logits - top[:, None]).sum(-1))
 
 
-def _uniform(seed: Column, step: Column) -> jax.Array:
-    """A number in [0, 1) per row, from its seed and step only."""
+def remembered(seen: jax.Array, token: jax.Array, active: Column) -> jax.Array:
+    """`seen` after each active row drew its `token` `[B]`; the rows of `seen` may be more than B.
 
-    def one(seed: Column, step: Column) -> jax.Array:
-        key = jax.random.wrap_key_data(jnp.stack([seed, step.astype(jnp.uint32)]), impl="threefry2x32")
-        return jax.random.uniform(key, (), jnp.float32)
+    An entry is twice the number of times that its token was drawn, plus 1 if it stands in the prompt.
+    """
+    rows = jnp.arange(token.shape[0])
+    return seen.at[rows, token].add(2 * jnp.asarray(active).astype(jnp.int32))
 
-    return jax.vmap(one)(seed, step)
+
+def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of `[B, n]`, in descending order, and their indices.
+
+    They lie in the `count` blocks with the largest maxima, which are found in the same way: much cheaper than
+    `lax.top_k` of everything.
+    """
+    return _largest(values, count, _BLOCKS)
 
 
-def _largest_bits(enough: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """Per row, the largest float32 in [0, 1] for which `enough` holds; it is monotone, and true at 0."""
+def _largest(values: jax.Array, count: int, widths: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    B, n = values.shape
+    if not widths or n <= 2 * count * widths[0]:
+        best, where = lax.top_k(values, count)
+        return best, where
+    width, *rest = widths
+    blocks = jnp.pad(values, ((0, 0), (0, -n % width)), constant_values=-jnp.inf).reshape(B, -1, width)
+    _, chosen = _largest(blocks.max(-1), count, tuple(rest))
+    inside = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(B, -1)
+    best, where = lax.top_k(inside, count)
+    return best, jnp.take_along_axis(chosen, where // width, 1) * width + where % width
+
+
+def _changes_logits(draw: Draw) -> jax.Array:
+    penalized = (draw.presence != 0.0) | (draw.frequency != 0.0) | (draw.repetition != 1.0)
+    return jnp.any(penalized) | jnp.any(draw.biases != 0.0)
+
+
+def _shape(logits: jax.Array, draw: Draw, seen: jax.Array) -> jax.Array:
+    biases = jnp.where(draw.step[:, None] < draw.bias_until, draw.biases, 0.0)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    logits = logits.at[rows, draw.bias_tokens].add(biases, mode="drop")
+    times = seen >> 1
+    repetition = jnp.where(seen > 0, draw.repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0.0, logits / repetition, logits * repetition)
+    drawn = jnp.where(times > 0, draw.presence[:, None], 0.0)
+    return logits - drawn - times.astype(jnp.float32) * draw.frequency[:, None]
+
+
+def _random(shaped: jax.Array, top: jax.Array, draw: Draw) -> jax.Array:
+    temperature = jnp.where(draw.temperature <= 0.0, 1.0, draw.temperature)[:, None]
+
+    def weigh(logits: jax.Array) -> jax.Array:
+        weights = jnp.exp((logits - top) / temperature)  # 1.0 for the most likely token
+        return jnp.where(weights >= draw.min_p[:, None], weights, 0.0)
+
+    V = shaped.shape[-1]
+    count = min(_CANDIDATES, V)
+    wanted = jnp.where(draw.top_k > 0, jnp.minimum(draw.top_k, V), V)
+    has_top_k, has_top_p = wanted < V, jnp.asarray(draw.top_p) < 1.0
+    best = lax.cond(
+        (has_top_k | has_top_p).any(),
+        lambda: largest(shaped, count)[0],
+        lambda: jnp.zeros((shaped.shape[0], count), jnp.float32),
+    )
+    at_k = jnp.take_along_axis(best, jnp.minimum(wanted, count)[:, None] - 1, 1)[:, 0]
+    threshold = jnp.where(has_top_k, at_k, -jnp.inf)
+    threshold = lax.cond(
+        (has_top_k & (wanted > count)).any(),
+        lambda: jnp.where(has_top_k & (wanted > count), _kth_largest(shaped, wanted), threshold),
+        lambda: threshold,
+    )
+    weights = jnp.where(shaped >= threshold[:, None], weigh(shaped), 0.0)
+    weights = lax.optimization_barrier(weights)
+
+    # top-p by the candidates: the first place at which enough has come together
+    enough = jnp.minimum(draw.top_p, 1.0) * weights.sum(-1)
+    heap = jnp.cumsum(jnp.where(best >= threshold[:, None], weigh(best), 0.0), axis=-1)
+    reached = (heap >= enough[:, None]).any(-1) | (has_top_k & (wanted <= count))
+    last = jnp.minimum((heap < enough[:, None]).sum(-1), count - 1)
+    at_p = jnp.take_along_axis(best, last[:, None], 1)[:, 0]
+    weights = jnp.where((shaped >= jnp.where(has_top_p & reached, at_p, -jnp.inf)[:, None]), weights, 0.0)
+    weights = lax.optimization_barrier(weights)
+    return _draw(weights, draw, jnp.where(has_top_p & ~reached, enough, jnp.inf))
+
+
+class _Attempt(NamedTuple):
+    """Of rejection sampling: how many, and of each row the last token, what is out of question, and if it is good."""
+
+    number: jax.Array
+    token: jax.Array
+    pivot: jax.Array
+    done: jax.Array
+
+
+def _draw(weights: jax.Array, draw: Draw, limit: jax.Array) -> jax.Array:
+    """A token of each row, with probability as its weight, among those with less than `limit` above them."""
+
+    def pick(pivot: jax.Array, attempt: jax.Array) -> jax.Array:
+        return _search(
+            jnp.where(weights > pivot[:, None], weights, 0.0), _uniform(draw.seed, draw.step, attempt)
+        )
+
+    def again(state: _Attempt) -> _Attempt:
+        attempt, token, pivot, done = state
+        weight = _at(weights, token)
+        above = jnp.where(weights > weight[:, None], weights, 0.0).sum(-1)
+        done = done | (above < limit)
+        pivot = jnp.where(done, pivot, weight)
+        token = lax.cond(done.all(), lambda: token, lambda: jnp.where(done, token, pick(pivot, attempt)))
+        return _Attempt(attempt + 1, token, pivot, done)
+
+    none = jnp.zeros(weights.shape[0], jnp.float32)
+    token = _search(weights, _uniform(draw.seed, draw.step, jnp.zeros((), jnp.uint32)))
+    state = _Attempt(jnp.ones((), jnp.uint32), token, none, jnp.isinf(limit))
+    return lax.while_loop(lambda state: ~state.done.all(), again, state).token
+
+
+def _kth_largest(values: jax.Array, k: jax.Array) -> jax.Array:
+    """The `k`-th largest of each row of `[B, n]`, by bisection over integers that are ordered like floats."""
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
-        middle = low + (high - low + 1) // 2
-        holds = enough(lax.bitcast_convert_type(middle, jnp.float32))
+        middle = (low >> 1) + (high >> 1) + (low & high & 1) + ((low ^ high) & 1)  # rounded up
+        holds = (ordered >= middle[:, None]).sum(-1, dtype=jnp.int32) >= k
         return jnp.where(holds, middle, low), jnp.where(holds, high, middle - 1)
 
-    low, _ = lax.fori_loop(
-        0, 31, halve, (jnp.zeros((rows,), jnp.int32), jnp.full((rows,), _ONE_BITS, jnp.int32))
-    )
-    return lax.bitcast_convert_type(low, jnp.float32)
+    low, _ = lax.fori_loop(0, 32, halve, (ordered.min(-1), ordered.max(-1)))
+    return lax.bitcast_convert_type(jnp.where(low < 0, low ^ 0x7FFFFFFF, low), jnp.float32)
 
 
-def _keep_top_k(weights: jax.Array, top_k: Column) -> jax.Array:
-    """Zero all but the `top_k` largest weights of each row."""
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, weights.shape[-1]), weights.shape[-1])
-    threshold = _largest_bits(
-        lambda t: (weights >= t[:, None]).sum(-1, dtype=jnp.int32) >= wanted, weights.shape[0]
-    )
-    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+def _uniform(seed: Column, step: Column, attempt: jax.Array) -> jax.Array:
+    """A number in [0, 1) per row, from its seed, step and attempt only."""
 
+    def one(seed: Column, step: Column) -> jax.Array:
+        key = jax.random.wrap_key_data(jnp.stack([seed, step.astype(jnp.uint32)]), impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, attempt), (), jnp.float32)
 
-def _keep_top_p(weights: jax.Array, top_p: Column) -> jax.Array:
-    """Zero all but the smallest set of largest weights that has at least `top_p` of each row's sum."""
-    wanted = jnp.minimum(top_p, 1.0) * weights.sum(-1)
-    threshold = _largest_bits(
-        lambda t: jnp.where(weights >= t[:, None], weights, 0.0).sum(-1) >= wanted, weights.shape[0]
-    )
-    threshold = jnp.where(top_p >= 1.0, 0.0, threshold)
-    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+    return jax.vmap(one)(seed, step)
 
 
 def _search(weights: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -105,9 +223,7 @@ def _search(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     block_ends = jnp.cumsum(blocks.sum(-1), axis=-1)
     target = uniform * block_ends[:, -1]
     block = _first_above(block_ends, target)
-    before = jnp.where(
-        block > 0, jnp.take_along_axis(block_ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0
-    )
+    before = jnp.where(block > 0, _at(block_ends, jnp.maximum(block - 1, 0)), 0.0)
     inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
     column = _first_above(jnp.cumsum(inside, axis=-1), target - before)
     return (block * _COLUMNS + column).astype(jnp.int32)
@@ -117,3 +233,14 @@ def _first_above(ends: jax.Array, target: jax.Array) -> jax.Array:
     """Index of the first interval `[…, n]` that ends above `target`, at most the last non-empty one."""
     last_rise = jnp.where(ends < ends[:, -1:], 1, 0).sum(-1)  # first index that reaches the total
     return jnp.minimum((ends <= target[:, None]).sum(-1), last_rise)
+
+
+def _first_equal(values: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The lowest index of each row of `[B, n]` that equals `wanted` `[B, 1]`; faster than argmax."""
+    n = values.shape[-1]
+    return jnp.where(values == wanted, jnp.arange(n, dtype=jnp.int32), n - 1).min(-1)
+
+
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """`values[b, index[b]]` for each row b of `[B, n]`."""
+    return jnp.take_along_axis(values, index[:, None], axis=-1, mode="clip")[:, 0]

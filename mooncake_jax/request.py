@@ -24,13 +24,36 @@ MAX_PROMPT_TOKENS = 1 << 20
 FinishReason = Literal["stop", "length"]
 
 
+class Bias(msgspec.Struct, frozen=True):
+    """`amount` is added to the logit of `token` while fewer than `until` tokens are drawn; None: always."""
+
+    token: TokenId
+    amount: Annotated[float, Meta(ge=-1e30, le=1e30)]
+    until: Count | None = None
+
+
 class Sampling(msgspec.Struct, frozen=True):
-    """How a token is drawn. `temperature` 0 is greedy; the key of step i is f(`seed`, i), never the slot."""
+    """How a token is drawn; `models.sampling` says in which order.
+
+    `temperature` 0 is greedy; the key of step i is f(`seed`, i), never the slot. Presence and frequency penalties
+    count the answer's tokens, the repetition penalty the prompt's as well.
+    """
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # 0: no limit
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
+    biases: Annotated[list[Bias], Meta(max_length=320)] = []
+    num_top: Annotated[int, Meta(ge=0, le=20)] = 0  # most likely tokens to tell with every drawn one
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether earlier tokens matter, other than through the model."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -43,6 +66,8 @@ class Request(msgspec.Struct, frozen=True):
     # any of these ends the text; empty: none does
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
     salt: Annotated[str, Meta(max_length=1024)] = ""  # the tenant's; part of every block key
+    # every prompt token's log probability is wanted: all of it is computed, nothing reused
+    score_prompt: bool = False
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -94,6 +119,16 @@ class PrefillRequest(msgspec.Struct, frozen=True):
     staging: StagingHandle | None
 
 
+TopToken = tuple[TokenId, float]  # with its log probability
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Of every prompt token but the first, in order: its log probability, and the most likely ones at its place."""
+
+    logprobs: list[float]
+    tops: list[list[TopToken]]
+
+
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
     """Prefill → frontend, as soon as the first token is sampled (KV may still be on its way to decode)."""
 
@@ -101,6 +136,8 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
     logprob: float
     cached_tokens: Count  # prompt tokens whose KV was reused, wherever it came from
     fetched_tokens: Count  # of these, the ones that came from another node
+    top: list[TopToken] = []  # `Sampling.num_top` of them
+    prompt: PromptLogprobs | None = None  # if `Request.score_prompt`
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
@@ -134,8 +171,12 @@ class DecodeRequest(msgspec.Struct, frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
-    """Decode → frontend: the next tokens with their log probabilities; `finish` is set on the last event."""
+    """Decode → frontend: the next tokens with their log probabilities; `finish` is set on the last event.
+
+    `tops` has one entry per token, or none at all where nobody asked.
+    """
 
     tokens: list[TokenId]
     logprobs: list[float]
     finish: FinishReason | None = None
+    tops: list[list[TopToken]] = []

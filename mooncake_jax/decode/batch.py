@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from models import draw as draws
-from mooncake_jax.engine.contract import BatchRows
+from mooncake_jax.engine.contract import BatchRows, DrawnTokens
 from mooncake_jax.engine.draw_rows import fill
-from mooncake_jax.request import FinishReason, Request
+from mooncake_jax.request import FinishReason, Request, TopToken
 
 
 def finish_of(
@@ -36,6 +36,7 @@ class Drawn(NamedTuple):
     logprob: float
     finish: FinishReason | None  # set: the row has left the batch
     full_block: int | None  # block that the step's input token filled
+    top: list[TopToken]  # as many as the request asked for
 
 
 @dataclass
@@ -78,21 +79,27 @@ class Batch:
             raise ValueError(f"slot {slot} is free already")
         self._rows.pop(slot, None)
         self._arrays.active[slot] = False
+        draws.clear(self._arrays.draw, slot)
         heapq.heappush(self._free, slot)
 
     def rows(self) -> BatchRows:
         """Input of the next step; the arrays change with `advance`."""
         return self._arrays
 
-    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Drawn]:
-        """Takes a step's outcome, `[B]` each. Rows that end leave: their `Drawn.slot` is free at once."""
+    def advance(self, step: DrawnTokens) -> list[Drawn]:
+        """Takes a step's outcome. Rows that end leave: their `Drawn.slot` is free at once."""
         drawn = []
         for slot, row in sorted(self._rows.items()):
             filled = row.position
-            row.token, row.position, row.num_drawn = int(tokens[slot]), row.position + 1, row.num_drawn + 1
+            row.token, row.position, row.num_drawn = (
+                int(step.tokens[slot]),
+                row.position + 1,
+                row.num_drawn + 1,
+            )
             finish = finish_of(row.token, row.num_drawn, row.position, row.request, self._max_tokens)
             block, rest = divmod(filled + 1, self._block_tokens)
-            drawn.append(Drawn(slot, row.token, float(logprobs[slot]), finish, None if rest else block - 1))
+            full_block, top = None if rest else block - 1, step.top(slot, row.request.sampling.num_top)
+            drawn.append(Drawn(slot, row.token, float(step.logprobs[slot]), finish, full_block, top))
             if finish is None:
                 self._place(slot, row)
             else:

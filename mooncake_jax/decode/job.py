@@ -69,7 +69,7 @@ class DecodeJob:
         Raises what it failed of.
         """
         while True:
-            tokens, logprobs, finish = [], [], None
+            tokens, logprobs, tops, finish = [], [], [], None
             waiting = [self._events.get()]
             while not self._events.empty():
                 waiting.append(self._events.get())
@@ -80,7 +80,8 @@ class DecodeJob:
                     raise event
                 tokens.append(event.token)
                 logprobs.append(event.logprob)
+                tops.append(event.top)
                 finish = event.finish
-            yield TokenEvent(tokens, logprobs, finish)
+            yield TokenEvent(tokens, logprobs, finish, tops if self.request.sampling.num_top else [])
             if finish is not None:
                 return

@@ -145,6 +145,18 @@ class DecodeWorker:
             return
         job.blocks_inserted(len(piece))
         if job.is_inserted:
+            self._join(job)
+
+    def _join(self, job: DecodeJob) -> None:
+        """Its KV is in the device cache: it takes part from the next step on."""
+        assert job.slot is not None
+        try:
+            if job.request.sampling.looks_back:
+                self._engine.remember(job.slot, job.request.tokens, [job.first_token])
+        except Exception as error:
+            log.exception("request %s failed in the decode engine", job.request.request_id)
+            self._end(job, InternalError(f"decode engine: {type(error).__name__}: {error}"))
+        else:
             with self._changed:
                 self._waiting.remove(job)
                 self._active[job.slot] = job
@@ -156,7 +168,7 @@ class DecodeWorker:
         rows, began = self._batch.rows(), time.monotonic()
         fed = {slot: int(rows.tokens[slot]) for slot in self._active}
         try:
-            tokens, logprobs = self._engine.generate(rows)
+            step = self._engine.generate(rows)
         except Exception as error:
             log.exception("a decode step of %d requests failed", len(self._active))
             for job in list(self._active.values()):
@@ -165,7 +177,7 @@ class DecodeWorker:
                 job.insert_again()
             return
         with self._changed:
-            all_drawn = self._batch.advance(tokens, logprobs)
+            all_drawn = self._batch.advance(step)
         for drawn in all_drawn:
             self._save_full_block(self._active[drawn.slot], fed[drawn.slot], drawn)
         for drawn in all_drawn:

@@ -32,6 +32,35 @@ class Sampled(NamedTuple):
 
     token: int
     logprob: float
+    top: Sequence[tuple[int, float]] = ()  # the most likely tokens, as many as were asked for
+
+
+class PromptScores(NamedTuple):
+    """How likely prompt tokens were, `[T]`, and the most likely ones at their places, `[T, MAX_TOP]`."""
+
+    logprobs: np.ndarray
+    top_tokens: np.ndarray
+    top_logprobs: np.ndarray
+
+
+def top_of(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> list[tuple[int, float]]:
+    """The first `count` of one row `[MAX_TOP]` of most likely tokens."""
+    return list(zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True))
+
+
+class DrawnTokens(NamedTuple):
+    """Outcome of one decode step, `[B]` each. The most likely tokens, `[B, MAX_TOP]`, if a row asked for them."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def top(self, slot: int, count: int) -> list[tuple[int, float]]:
+        """The `count` most likely tokens of a row that asked for as many."""
+        if not count or self.top_tokens is None or self.top_logprobs is None:
+            return []
+        return top_of(self.top_tokens[slot], self.top_logprobs[slot], count)
 
 
 class PrefillEngine(Protocol):
@@ -58,15 +87,19 @@ class PrefillEngine(Protocol):
         *,
         load: Callable[[int], Sequence[np.ndarray]] | None = None,
         sample: Sampling | None = None,
-    ) -> Iterator[GroupKV | Sampled]:
+        prompt: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
+    ) -> Iterator[GroupKV | PromptScores | Sampled]:
         """Compute `tokens` (`[T]`, T ≤ `tile_tokens`) at positions start … start+T-1 of `slot`; start is a multiple of Z.
 
         `load(group)`, given on the first tile of a request with a reused prefix, returns that layer group's range of each
         of the `start // Z` prefix blocks, in order (views of store memory, `[l, K, 2, Z, H]` each); it may block until
         they have arrived, and is called right before the group that needs it. Yields one GroupKV per layer group,
-        in order, then, if `sample` is given (last tile), one Sampled with step 0 of its seed. The cache is written for
-        valid tokens only: padding is never read by anyone. Raises ValueError for tokens or positions out of range;
-        whatever `load` raises passes through, and the slot may be used again.
+        in order; then, if `targets` `[≤ T]` are given (the tokens that follow), one PromptScores of them; then, if
+        `sample` is given (last tile), one Sampled with step 0 of its seed. `prompt` is the whole prompt, for a
+        `sample` that looks back. The cache is written for valid tokens only: padding is never read by anyone. Raises
+        ValueError for tokens or positions out of range; whatever `load` raises passes through, and the slot may be
+        used again.
         """
         ...
 
@@ -99,8 +132,15 @@ class DecodeEngine(Protocol):
         """Put `blocks` (`[M, L, K, 2, Z, H]`, M ≤ `insert_blocks`) at block `first_block` of `slot`."""
         ...
 
-    def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
-        """One step for every active row: `([B] int32 tokens, [B] float32 log probabilities)`.
+    def remember(self, slot: int, prompt: Sequence[int], drawn: Sequence[int]) -> None:
+        """What penalties of `slot` look back at; called before the first step of a row that has any.
+
+        From then on every token drawn in that slot is added.
+        """
+        ...
+
+    def generate(self, rows: BatchRows) -> DrawnTokens:
+        """One step for every active row.
 
         Lower slots are cheaper: the step's cost grows with the highest active slot.
         """

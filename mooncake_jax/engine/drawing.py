@@ -1,14 +1,16 @@
-"""Drawing of tokens from final activations, the last step of both engines: its compiled programs and its rows."""
+"""Drawing of tokens from final activations, the last step of both engines: its compiled programs, and on the
+device what penalties look back at."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from models import draw as draws
 from models import llama, sampling
@@ -16,49 +18,133 @@ from models.config import LlamaConfig
 from models.draw import Draw
 from models.platform import Platform
 from mooncake_jax.engine.compiles import program
+from mooncake_jax.engine.contract import DrawnTokens, PromptScores
+
+_SCORED_ROWS = 16  # of a tile, scored by one run of a program: logits of a whole tile would be large
+
+
+class _Programs(NamedTuple):
+    """By batch size; `score` by tile size."""
+
+    greedy: dict[int, Callable[..., Any]]
+    drawn: dict[int, Callable[..., Any]]
+    remember: Callable[..., Any]
+    score: dict[int, Callable[..., Any]]
 
 
 class Drawing:
-    """Programs that draw one token for each of b rows, for every b in `batches`. Owned by its engine's thread."""
+    """Draws one token for each of b rows, for every b in `batches`. Owned by its engine's thread.
+
+    A batch whose rows all want their most likely token takes the short program; any other batch takes the one
+    program that can do everything.
+    """
 
     def __init__(
-        self, cfg: LlamaConfig, platform: Platform, head_params: llama.Params, batches: Sequence[int]
+        self,
+        cfg: LlamaConfig,
+        platform: Platform,
+        head_params: llama.Params,
+        *,
+        batches: Sequence[int],
+        tiles: Sequence[int] = (),
+        place: Callable[[np.ndarray], jax.Array] = jax.device_put,
     ):
+        """`tiles` are the sizes that `score` takes. `place` puts state onto the devices of `head_params`."""
         self._cfg, self._platform, self._head_params = cfg, platform, head_params
-        self._batches = list(batches)
-        self._greedy: dict[int, Callable[..., Any]] = {}
-        self._sampled: dict[int, Callable[..., Any]] = {}
+        self._batches, self._tiles, self._place = list(batches), list(tiles), place
+        self._programs: _Programs | None = None
+        self.reset()
 
     def compile(self) -> None:
-        """Compile everything; `warm_up` has yet to run it."""
-        cfg, platform = self._cfg, self._platform
+        """Compile everything, once."""
+        cfg, platform, head = self._cfg, self._platform, self._head_params
+        greedy, drawn, score = {}, {}, {}
         for batch in self._batches:
             x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32)
-            self._greedy[batch] = program(
-                functools.partial(_draw_greedy, cfg, platform), self._head_params, x
+            active = np.zeros(batch, np.bool_)
+            greedy[batch] = program(functools.partial(_draw_greedy, cfg, platform), head, x)
+            drawn[batch] = program(
+                functools.partial(_draw, cfg, platform),
+                head,
+                x,
+                draws.blank(batch),
+                active,
+                self._seen,
+                donate=[4],
             )
-            self._sampled[batch] = program(
-                functools.partial(_draw_sampled, cfg, platform), self._head_params, x, draws.blank(batch)
-            )
+        for tile in self._tiles:
+            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32)
+            targets = np.zeros(min(_SCORED_ROWS, tile), np.int32)
+            score[tile] = program(functools.partial(_score, cfg, platform), head, x, np.int32(0), targets)
+        row = np.zeros(cfg.vocab_size, np.int32)
+        remember = program(_put_row, self._seen, row, np.int32(0), donate=[0])
+        self._programs = _Programs(greedy, drawn, remember, score)
 
     def warm_up(self) -> None:
         """Run every program once: its first run costs more than the next ones."""
+        D = self._cfg.d_model
         for batch in self._batches:
-            x = np.zeros((batch, self._cfg.d_model), np.float32)
             for temperature in (0.0, 1.0):
                 draw = draws.blank(batch)
                 draw.temperature[:] = temperature
-                jax.block_until_ready(self.start(x, draw, np.ones(batch, np.bool_)))
+                self.finish(self.start(np.zeros((batch, D), np.float32), draw, np.ones(batch, np.bool_)))
+        for tile in self._tiles:
+            self.score(np.zeros((tile, D), np.float32), np.zeros(tile, np.int32))
+        self.remember(0, [], [])
+        self.reset()
 
-    def start(self, x: jax.Array | np.ndarray, draw: Draw, active: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Draw from final activations `[b, D]`: tokens and log probabilities, `[b]` each, on the device.
+    def reset(self) -> None:
+        """Forget everything, also state that a failed step has consumed."""
+        self._seen = self._place(np.zeros((self._batches[-1], self._cfg.vocab_size), np.int32))
 
-        `draw` and `active` have at least b rows; rows that are not active may hold anything.
+    def remember(self, row: int, prompt: Sequence[int] | np.ndarray, drawn: Sequence[int]) -> None:
+        """What penalties of `row` look back at from now on; tokens that it draws are added by themselves."""
+        V = self._cfg.vocab_size
+        seen = 2 * np.bincount(np.asarray(drawn, np.int64), minlength=V).astype(np.int32)
+        seen[np.asarray(prompt, np.int64)] |= 1
+        self._seen = self._compiled.remember(self._seen, seen, np.int32(row))
+        jax.block_until_ready(self._seen)  # the device reads `seen` in place
+
+    def start(self, x: jax.Array | np.ndarray, draw: Draw, active: np.ndarray) -> tuple[jax.Array, ...]:
+        """Draw from final activations `[b, D]`, on the device: give what this returns to `finish`.
+
+        `draw` and `active` have at least b rows, and stay unchanged until then; rows that are not active may
+        hold anything.
         """
         batch = x.shape[0]
-        if np.any(draw.temperature[:batch][active[:batch]] > 0.0):
-            return self._sampled[batch](self._head_params, x, Draw(*(column[:batch] for column in draw)))
-        return self._greedy[batch](self._head_params, x)
+        draw, active = Draw(*(column[:batch] for column in draw)), active[:batch]
+        if draws.is_plain(draw, active):
+            return self._compiled.greedy[batch](self._head_params, x)
+        *drawn, self._seen = self._compiled.drawn[batch](self._head_params, x, draw, active, self._seen)
+        if np.any(draw.num_top[active] > 0):
+            return tuple(drawn)
+        return tuple(drawn[:2])
+
+    @staticmethod
+    def finish(drawn: tuple[jax.Array, ...]) -> DrawnTokens:
+        """What `start` began, `[b]` each."""
+        return DrawnTokens(*map(np.asarray, drawn))
+
+    def score(self, x: jax.Array | np.ndarray, targets: np.ndarray) -> PromptScores:
+        """How likely each of `targets` `[T]` was after the first T rows of a tile's activations."""
+        tile = x.shape[0]
+        rows = min(_SCORED_ROWS, tile)
+        padded = np.zeros(-(-len(targets) // rows) * rows, np.int32)
+        padded[: len(targets)] = targets
+        parts = [
+            self._compiled.score[tile](
+                self._head_params, x, np.int32(min(first, tile - rows)), padded[first : first + rows]
+            )
+            for first in range(0, len(targets), rows)
+        ]
+        columns = (np.concatenate([np.asarray(one) for one in column]) for column in zip(*parts, strict=True))
+        return PromptScores(*(column[: len(targets)] for column in columns))
+
+    @property
+    def _compiled(self) -> _Programs:
+        if self._programs is None:
+            raise RuntimeError("drawing: compile() comes before the first use")
+        return self._programs
 
 
 def _draw_greedy(
@@ -68,8 +154,35 @@ def _draw_greedy(
     return sampling.greedy(llama.head(cfg, platform, params, x))
 
 
-def _draw_sampled(
-    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array, draw: Draw
-) -> tuple[jax.Array, jax.Array]:
-    """Final activations `[B, D]` → tokens drawn as `draw` says, and their log probabilities."""
-    return sampling.sample(llama.head(cfg, platform, params, x), draw)
+def _draw(
+    cfg: LlamaConfig,
+    platform: Platform,
+    params: llama.Params,
+    x: jax.Array,
+    draw: Draw,
+    active: jax.Array,
+    seen: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Final activations `[B, D]` → the fields of `sampling.Drawn`, and `seen` `[≥ B, V]` with what was drawn."""
+    drawn = sampling.sample(llama.head(cfg, platform, params, x), draw, seen[: x.shape[0]])
+    return *drawn, sampling.remembered(seen, drawn.token, active)
+
+
+def _put_row(seen: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(seen, row[None], index, 0)
+
+
+def _score(
+    cfg: LlamaConfig,
+    platform: Platform,
+    params: llama.Params,
+    x: jax.Array,
+    first: jax.Array,
+    targets: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log probabilities of `targets` `[n]` after rows first … first+n-1 of `x`, and the most likely tokens."""
+    rows = lax.dynamic_slice_in_dim(x, first, targets.shape[0])
+    logits = llama.head(cfg, platform, params, rows)
+    best, tokens = sampling.largest(logits, min(draws.MAX_TOP, cfg.vocab_size))
+    log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return sampling.log_probability(logits, targets), tokens, best - log_sum

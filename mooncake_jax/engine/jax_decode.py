@@ -7,7 +7,7 @@ A step runs slots 0 … b-1 for the smallest compiled b that covers every active
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
-from mooncake_jax.engine.contract import BatchRows
+from mooncake_jax.engine.contract import BatchRows, DrawnTokens
 from mooncake_jax.engine.drawing import Drawing
 from mooncake_jax.engine.jax_prefill import block_format
 
@@ -81,7 +81,7 @@ class JaxDecodeEngine:
         self.insert_blocks = min(insert_blocks, 1 << (self._num_blocks.bit_length() - 1))
         run = max(self._platform.decode_pages(cfg, batch) for batch in self._batches)
         self._num_pages = -(-self._num_blocks // run) * run  # attention reads whole runs of pages
-        self._drawing = Drawing(cfg, self._platform, self._head_params, self._batches)
+        self._drawing = Drawing(cfg, self._platform, self._head_params, batches=self._batches)
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None
@@ -142,15 +142,21 @@ class JaxDecodeEngine:
             )  # the device reads `blocks` in place; now the caller may reuse them
         self._held[slot, first_block : first_block + count] = True
 
-    def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
+    def remember(self, slot: int, prompt: Sequence[int], drawn: Sequence[int]) -> None:
+        """See the contract. Raises ValueError for a slot or token out of range."""
+        self._check_slot(slot)
+        if any(len(ids) and not 0 <= min(ids) <= max(ids) < self._cfg.vocab_size for ids in (prompt, drawn)):
+            raise ValueError(f"slot {slot}: token ids are 0 … {self._cfg.vocab_size - 1}")
+        with self._guard():
+            self._drawing.remember(slot, prompt, drawn)
+
+    def generate(self, rows: BatchRows) -> DrawnTokens:
         """See the contract. Raises ValueError for rows out of range, or a position that does not follow held KV."""
         compiled = self._compiled
         self._check_rows(rows)
-        tokens = np.zeros(self.num_slots, np.int32)
-        logprobs = np.zeros(self.num_slots, np.float32)
         slots = np.flatnonzero(rows.active)
         if not slots.size:
-            return tokens, logprobs
+            return DrawnTokens(np.zeros(self.num_slots, np.int32), np.zeros(self.num_slots, np.float32))
         batch = next(size for size in self._batches if size > slots[-1])
         active = rows.active[:batch]
         positions = np.where(active, rows.positions[:batch], 0)
@@ -160,10 +166,9 @@ class JaxDecodeEngine:
                 x, self._cache[group] = compiled.group[batch](
                     layers, x, self._cache[group], positions, active
                 )
-            drawn = self._drawing.start(x, rows.draw, rows.active)
-            tokens[:batch], logprobs[:batch] = np.asarray(drawn[0]), np.asarray(drawn[1])
+            drawn = self._drawing.finish(self._drawing.start(x, rows.draw, rows.active))
         self._held[slots, rows.positions[slots] // self._cfg.block_tokens] = True
-        return tokens, logprobs
+        return self._all_slots(drawn)
 
     def extract(self, slot: int, block: int) -> np.ndarray:
         """See the contract. Raises ValueError for a slot or block out of range, or one that holds nothing."""
@@ -173,6 +178,12 @@ class JaxDecodeEngine:
         with self._guard():
             taken = self._compiled.extract(self._cache, np.int32(slot), np.int32(block))
             return np.asarray(taken).view(self.format.item_dtype)
+
+    def _all_slots(self, drawn: DrawnTokens) -> DrawnTokens:
+        """With zeros for the slots that did not run."""
+        missing = self.num_slots - len(drawn.tokens)
+        columns = (column for column in drawn if column is not None)
+        return DrawnTokens(*(np.pad(c, ((0, missing), *((0, 0) for _ in c.shape[1:]))) for c in columns))
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
@@ -221,6 +232,7 @@ class JaxDecodeEngine:
             [jax.device_put(np.zeros(shape, self._storage)) for _ in layers]
             for _ in range(self.format.num_groups)
         ]
+        self._drawing.reset()
         self._held = np.zeros((self.num_slots, self._num_blocks), np.bool_)  # blocks that were ever written
 
     def _compile(self) -> _Programs:

@@ -24,7 +24,7 @@ from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
-from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.draw_rows import one_row
 from mooncake_jax.engine.drawing import Drawing
 from mooncake_jax.equality import TokenScores
@@ -100,7 +100,7 @@ class JaxPrefillEngine:
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
         self._staging = [np.full(prefix_shape, 0, self.format.item_dtype) for _ in range(2)]  # touched
-        self._drawing = Drawing(cfg, self._platform, self._head_params, [1])
+        self._drawing = Drawing(cfg, self._platform, self._head_params, batches=[1], tiles=self._tiles)
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None
@@ -144,10 +144,16 @@ class JaxPrefillEngine:
         *,
         load: Callable[[int], Sequence[np.ndarray]] | None = None,
         sample: Sampling | None = None,
-    ) -> Iterator[GroupKV | Sampled]:
+        prompt: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
+    ) -> Iterator[GroupKV | PromptScores | Sampled]:
         """See the contract. Arguments are checked here, before the first item is asked for."""
         tokens = self._check(slot, tokens, start, prefix_held=load is not None)
-        return self._run(slot, tokens, start, load, sample)
+        if sample is not None and sample.looks_back and prompt is None:
+            raise ValueError("penalties look back at the prompt: give it")
+        if targets is not None and not 1 <= len(targets) <= tokens.size:
+            raise ValueError(f"{len(targets)} targets for {tokens.size} tokens")
+        return self._run(slot, tokens, start, load, sample, prompt, targets)
 
     def score(self, slot: int, tokens: np.ndarray, start: int, targets: np.ndarray) -> TokenScores:
         """Compute a tile like `prefill`, and say how likely each of `targets` `[T]` was to follow its token.
@@ -199,7 +205,9 @@ class JaxPrefillEngine:
         start: int,
         load: Callable[[int], Sequence[np.ndarray]] | None,
         sample: Sampling | None,
-    ) -> Iterator[GroupKV | Sampled]:
+        prompt: np.ndarray | None,
+        targets: np.ndarray | None,
+    ) -> Iterator[GroupKV | PromptScores | Sampled]:
         self._filled[slot] = 0
         pending: deque[tuple[int, jax.Array]] = deque()
         with self._guard():
@@ -222,14 +230,22 @@ class JaxPrefillEngine:
         drawn = None
         if sample is not None:
             with self._guard():
-                drawn = self._draw(x, tokens.size - 1, sample)
+                if sample.looks_back and prompt is not None:
+                    self._drawing.remember(0, prompt, [])
+                row = one_row(sample, step=0)
+                last = self._compiled.last[x.shape[0]](x, np.int32(tokens.size - 1))
+                drawn = self._drawing.start(last, row, np.ones(1, np.bool_))
         self._filled[slot] = start + tokens.size
         while pending:
             yield self._finish(*pending.popleft(), start, tokens.size)
-        if drawn is not None:
+        if targets is not None:
             with self._guard():
-                token, logprob = (np.asarray(part)[0] for part in drawn)
-            yield Sampled(int(token), float(logprob))
+                scores = self._drawing.score(x, targets)
+            yield scores
+        if sample is not None and drawn is not None:
+            with self._guard():
+                first = self._drawing.finish(drawn)
+            yield Sampled(int(first.tokens[0]), float(first.logprobs[0]), first.top(0, sample.num_top))
 
     def _embed(self, tokens: np.ndarray) -> jax.Array:
         tile = next(size for size in self._tiles if size >= tokens.size)
@@ -249,10 +265,6 @@ class JaxPrefillEngine:
         with self._guard():
             host = np.asarray(blocks).view(self.format.item_dtype)
         return GroupKV(group, start // self._cfg.block_tokens, host[: self.format.num_blocks(num_valid)])
-
-    def _draw(self, x: jax.Array, row: int, sample: Sampling) -> tuple[jax.Array, jax.Array]:
-        last = self._compiled.last[x.shape[0]](x, np.int32(row))
-        return self._drawing.start(last, one_row(sample, step=0), np.ones(1, np.bool_))
 
     def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
         if len(blocks) != count:
@@ -304,6 +316,7 @@ class JaxPrefillEngine:
             [jax.device_put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
             for _ in range(self.format.num_groups)
         ]
+        self._drawing.reset()
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
 
     def _compile(self) -> _Programs:

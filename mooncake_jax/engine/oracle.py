@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from models import draw as draws
-from mooncake_jax.engine.contract import BatchRows, DecodeEngine, GroupKV, Sampled
+from mooncake_jax.engine.contract import BatchRows, DecodeEngine, GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.draw_rows import fill
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
+from mooncake_jax.engine.prompt_logprobs import prompt_logprobs
 from mooncake_jax.equality import TokenScores
-from mooncake_jax.request import FinishReason, Request
+from mooncake_jax.request import FinishReason, PromptLogprobs, Request, TopToken
 
 
 class Answer(NamedTuple):
@@ -21,6 +22,7 @@ class Answer(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     finish: FinishReason | None  # None: cancelled
+    prompt: PromptLogprobs | None = None  # if the request asks for them
 
 
 class Monolith:
@@ -50,12 +52,14 @@ class Monolith:
     def generate(
         self,
         request: Request,
-        on_token: Callable[[int, float], None] | None = None,
+        on_token: Callable[[int, float, Sequence[TopToken]], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        on_prompt: Callable[[PromptLogprobs], None] | None = None,
     ) -> Answer:
         """Answer `request` from nothing.
 
-        `on_token` hears every token; `cancelled` is asked before every step. Raises ValueError if prompt and
+        `on_token` hears every token, its log probability and the most likely ones; `on_prompt` hears the prompt's
+        before them, if the request asks; `cancelled` is asked before every step. Raises ValueError if prompt and
         answer do not fit, or a token is out of range.
         """
         prompt = np.asarray(request.tokens, np.int32)
@@ -66,26 +70,35 @@ class Monolith:
         tokens: list[int] = []
         logprobs: list[float] = []
 
-        def take(token: int, logprob: float) -> FinishReason | None:
+        def take(token: int, logprob: float, top: Sequence[TopToken]) -> FinishReason | None:
             tokens.append(token)
             logprobs.append(logprob)
             if on_token is not None:
-                on_token(token, logprob)
+                on_token(token, logprob, top)
             if token in request.stop_token_ids:
                 return "stop"
             return "length" if len(tokens) == request.max_tokens else None
 
-        first = self._compute_prompt(prompt, request, cancelled)
+        scores: list[PromptScores] = []
+        first = self._compute_prompt(prompt, request, cancelled, scores)
         if first is None:
             return Answer(tokens, logprobs, None)
-        finish = take(first.token, first.logprob)
+        told = None
+        if request.score_prompt:
+            told = prompt_logprobs(scores, request.sampling.num_top)
+            if on_prompt is not None:
+                on_prompt(told)
+        finish = take(first.token, first.logprob, first.top)
+        if request.sampling.looks_back and finish is None:
+            self._decode.remember(0, request.tokens, tokens)
         while finish is None:
             if cancelled is not None and cancelled():
                 break
             rows = self._rows(request, tokens[-1], position=prompt.size + len(tokens) - 1, step=len(tokens))
-            drawn, drawn_logprobs = self._decode.generate(rows)
-            finish = take(int(drawn[0]), float(drawn_logprobs[0]))
-        return Answer(tokens, logprobs, finish)
+            step = self._decode.generate(rows)
+            top = step.top(0, request.sampling.num_top)
+            finish = take(int(step.tokens[0]), float(step.logprobs[0]), top)
+        return Answer(tokens, logprobs, finish, told)
 
     def score(self, prompt_tokens: Sequence[int], answer_tokens: Sequence[int]) -> TokenScores:
         """Teacher-forced scores of every answer token, `[T]`; the first call of each tile size compiles."""
@@ -103,7 +116,11 @@ class Monolith:
         )
 
     def _compute_prompt(
-        self, prompt: np.ndarray, request: Request, cancelled: Callable[[], bool] | None
+        self,
+        prompt: np.ndarray,
+        request: Request,
+        cancelled: Callable[[], bool] | None,
+        scores: list[PromptScores],
     ) -> Sampled | None:
         """Prefill the prompt and put its KV into decode; None if cancelled."""
         form, step = self._prefill.format, self._prefill.tile_tokens
@@ -114,12 +131,17 @@ class Monolith:
                 return None
             tile = prompt[start : start + step]
             sample = request.sampling if start + step >= prompt.size else None
-            for item in self._prefill.prefill(0, tile, start, sample=sample):
+            targets = prompt[start + 1 : start + step + 1] if request.score_prompt else prompt[:0]
+            for item in self._prefill.prefill(
+                0, tile, start, sample=sample, prompt=prompt, targets=targets if targets.size else None
+            ):
                 if isinstance(item, GroupKV):
                     layers = slice(
                         item.group * form.layers_per_group, (item.group + 1) * form.layers_per_group
                     )
                     blocks[item.first_block : item.first_block + len(item.blocks), layers] = item.blocks
+                elif isinstance(item, PromptScores):
+                    scores.append(item)
                 else:
                     first = item
         for start in range(0, len(blocks), self._decode.insert_blocks):

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from kvstore.errors import StoreError
 from mooncake_jax.frontend import chat, completions, schema
-from mooncake_jax.frontend.answer import Answer, deltas
+from mooncake_jax.frontend.answer import Answer, answers_to, deltas, extensions
 from mooncake_jax.frontend.backend import Backend
 from mooncake_jax.frontend.config import FrontendConfig
 from mooncake_jax.frontend.errors import ApiError, from_domain, invalid
-from mooncake_jax.frontend.job import Job, answer_length, build_job, check_vocabulary
+from mooncake_jax.frontend.job import Job, Limits, Prompt, build_job, check_vocabulary
+from mooncake_jax.frontend.merging import merge
 from mooncake_jax.frontend.metrics import Metrics
+from mooncake_jax.frontend.openapi import document
 from mooncake_jax.frontend.stream import EventStream
-from mooncake_jax.frontend.text import Tokenizer
+from mooncake_jax.frontend.text import Delta, Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Writer = completions.CompletionWriter | chat.ChatWriter
+Result = TypeVar("Result")
 METRICS = web.AppKey("metrics", Metrics)
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,9 @@ class Frontend:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
+                web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
+                web.get("/openapi.json", self.openapi),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
                 web.get("/health", self.health),
@@ -61,29 +68,60 @@ class Frontend:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         body = schema.decode(await self._body(http), schema.CompletionBody)
         self._check_model(body.model)
-        prompt = body.single_prompt()
-        if isinstance(prompt, str):
-            prompt = await self._tokenized("prompt", self._tokenizer.encode, prompt)
-        job = self._job(
-            body,
-            prompt,
-            body.max_tokens,
-            self._config.completion_max_tokens,
-            completions.ID_PREFIX,
-            body.logprobs is not None,
-        )
-        return await self._answer(http, job, completions.CompletionWriter(job))
+        prompts = []
+        for prompt in body.prompts():
+            if isinstance(prompt, str):
+                tokens = await self._tokenized("prompt", self._tokenizer.encode, prompt)
+                prompts.append(Prompt(tokens, prompt))
+            else:
+                prompts.append(Prompt(prompt))
+        job = self._job(body, prompts, self._config.completion_max_tokens, completions.ID_PREFIX)
+        return await self._answer(http, job, completions.CompletionWriter(job, self._tokenizer.token_bytes))
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         body = schema.decode(await self._body(http), schema.ChatBody)
         self._check_model(body.model)
         messages = [message.plain() for message in body.messages]
         tokens = await self._tokenized("messages", self._tokenizer.chat, messages)
-        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        job = self._job(
-            body, tokens, wanted, self._config.chat_max_tokens, chat.ID_PREFIX, bool(body.logprobs)
-        )
-        return await self._answer(http, job, chat.ChatWriter(job))
+        job = self._job(body, [Prompt(tokens)], self._config.chat_max_tokens, chat.ID_PREFIX)
+        return await self._answer(http, job, chat.ChatWriter(job, self._tokenizer.token_bytes))
+
+    async def tokenize(self, http: web.Request) -> web.StreamResponse:
+        """Text or a conversation to token ids, as the other endpoints see them."""
+        body = schema.decode(await self._body(http), schema.TokenizeBody)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("send either prompt or messages", "prompt", "conflicting_fields")
+        if body.messages is not None:
+            if body.add_special_tokens is not None:
+                raise invalid(
+                    "add_special_tokens is for a prompt: messages have those of the chat template",
+                    "add_special_tokens",
+                    "conflicting_fields",
+                )
+            messages = [message.plain() for message in body.messages]
+            tokens = await self._tokenized("messages", self._tokenizer.chat, messages)
+        else:
+            # without special tokens only if told so: a model decides itself whether it has any
+            add_bos = False if body.add_special_tokens is False else None
+            encode = functools.partial(self._tokenizer.encode, add_bos=add_bos)
+            tokens = await self._tokenized("prompt", encode, body.prompt)
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._backend.max_tokens})
+
+    async def detokenize(self, http: web.Request) -> web.StreamResponse:
+        """Token ids to the text that they are in an answer."""
+        body = schema.decode(await self._body(http), schema.DetokenizeBody)
+        self._check_model(body.model)
+        check_vocabulary(body.tokens, self._config.vocab_size, "tokens")
+
+        def decode(tokens: list[int]) -> str:
+            detokenizer = self._tokenizer.detokenizer()
+            return detokenizer.push(tokens) + detokenizer.flush()
+
+        return _json({"prompt": await self._in_pool(decode, body.tokens)})
+
+    async def openapi(self, _: web.Request) -> web.StreamResponse:
+        return _json(document(self._config))
 
     async def models(self, _: web.Request) -> web.StreamResponse:
         return _json({"object": "list", "data": [self._model()]})
@@ -116,8 +154,9 @@ class Frontend:
         except web.RequestPayloadError as error:
             raise invalid(f"the body could not be read: {error}", code="invalid_body") from None
 
-    def _check_model(self, name: str) -> None:
-        if name != self._config.model:
+    def _check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for another model; None is whichever there is."""
+        if name not in (None, self._config.model):
             raise ApiError(
                 404,
                 f"no model {name!r} here: this server has {self._config.model!r}",
@@ -146,61 +185,69 @@ class Frontend:
         return limit
 
     async def _tokenized(self, param: str, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
-        """Off the event loop: a long prompt takes a while."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, encode, text)
+            return await self._in_pool(encode, text)
         except ValueError as error:
             raise invalid(str(error), param) from None
 
+    async def _in_pool(self, work: Callable[[Any], Result], argument: Any) -> Result:
+        """Off the event loop: a long prompt takes a while."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, argument)
+
     def _job(
         self,
-        body: schema.Options,
-        tokens: list[int],
-        wanted: int | None,
+        body: schema.CompletionBody | schema.ChatBody,
+        prompts: list[Prompt],
         default: int,
         id_prefix: str,
-        logprobs: bool,
     ) -> Job:
-        if not tokens:
+        if not all(prompt.tokens for prompt in prompts):
             raise invalid("the prompt is empty: it has no tokens", "prompt")
-        check_vocabulary(tokens, self._config.vocab_size)
-        max_tokens = answer_length(len(tokens), wanted, default, self._limit())
-        return build_job(
-            body,
-            tokens,
-            id_prefix=id_prefix,
-            created=int(time.time()),
-            max_tokens=max_tokens,
-            stop_ids=self._tokenizer.eos_ids,
-            logprobs=logprobs,
-        )
+        limits = Limits(self._limit(), default, self._config.vocab_size, self._tokenizer.eos_ids)
+        job = build_job(body, prompts, limits, id_prefix=id_prefix, created=int(time.time()))
+        if len(job.choices) > self._config.max_concurrent:
+            raise invalid(
+                f"{len(job.choices)} answers in one request: this server gives {self._config.max_concurrent} at once",
+                "n",
+                "conflicting_fields",
+            )
+        return job
 
     async def _answer(self, http: web.Request, job: Job, writer: Writer) -> web.StreamResponse:
-        answer = Answer(job)
-        with self._running():
-            async with aclosing(deltas(answer, self._backend, self._tokenizer, self._metrics)) as parts:
+        answers = answers_to(job)
+        sources = [deltas(job, answer, self._backend, self._tokenizer, self._metrics) for answer in answers]
+        with self._running(len(answers)):
+            async with aclosing(merge(sources)) as parts:
                 if job.stream:
-                    return await self._streamed(http, answer, writer, parts)
+                    return await self._streamed(http, job, answers, writer, parts)
                 async for _ in parts:
                     pass
-        return _json(writer.whole(answer))
+        return _json(writer.whole(answers))
 
     async def _streamed(
-        self, http: web.Request, answer: Answer, writer: Writer, parts: AsyncIterator[Any]
+        self,
+        http: web.Request,
+        job: Job,
+        answers: list[Answer],
+        writer: Writer,
+        parts: AsyncIterator[tuple[int, Delta]],
     ) -> web.StreamResponse:
-        job, stream = answer.job, EventStream(http)
-        verbose = job.logprobs or job.return_token_ids
+        stream = EventStream(http)
+        verbose = job.num_logprobs is not None or job.return_token_ids
+        opened: set[int] = set()
         try:
-            async for delta in parts:
-                opening = [] if stream.started else writer.opening()
+            async for index, delta in parts:
+                answer = answers[index]
+                opening = [] if index in opened else writer.opening(answer)
+                opened.add(index)
                 if not (opening or delta.text or delta.finish or verbose):
                     continue
-                chunk = writer.chunk(delta)
+                chunk = writer.chunk(answer, delta)
                 if delta.finish:
-                    chunk |= answer.extensions()
+                    chunk |= extensions(job, answer)
                 await stream.send(*opening, chunk)
             if job.include_usage:
-                await stream.send(writer.usage(answer))
+                await stream.send(writer.usage(answers))
             return await stream.done()
         except (ConnectionError, asyncio.CancelledError):
             raise
@@ -210,22 +257,22 @@ class Frontend:
             return await stream.fail(_api_error(error))
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """One of the requests in flight. Raises ApiError (429) when there are too many."""
-        if self._num_running >= self._config.max_concurrent:
+    def _running(self, num_answers: int) -> Iterator[None]:
+        """So many of the answers in flight. Raises ApiError (429) when there are too many."""
+        if self._num_running + num_answers > self._config.max_concurrent:
             raise ApiError(
                 429,
-                f"{self._num_running} requests are running already",
+                f"{self._num_running} answers are being given already: {num_answers} more are too many",
                 code="overloaded",
                 retry_after_seconds=1.0,
             )
-        self._num_running += 1
-        self._metrics.in_flight.inc()
+        self._num_running += num_answers
+        self._metrics.in_flight.inc(num_answers)
         try:
             yield
         finally:
-            self._num_running -= 1
-            self._metrics.in_flight.dec()
+            self._num_running -= num_answers
+            self._metrics.in_flight.dec(num_answers)
 
     async def _lifetime(self, _: web.Application) -> AsyncIterator[None]:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize")

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from mooncake_jax.messages import ClusterInfo
-from mooncake_jax.request import PrefillDone, Request, TokenEvent
+from mooncake_jax.request import PrefillDone, PromptLogprobs, Request, TokenEvent
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class Started(msgspec.Struct, frozen=True):
     fetched_tokens: int
 
 
-Event = Started | PrefillDone | TokenEvent
+Event = Started | PromptLogprobs | PrefillDone | TokenEvent
 
 
 class Backend(Protocol):
@@ -37,7 +37,8 @@ class Backend(Protocol):
         ...
 
     def generate(self, request: Request, avoid: Sequence[str] = ()) -> AsyncGenerator[Event, None]:
-        """One `Started`, then `TokenEvent`s, the last one with `finish`; a `PrefillDone` may come between.
+        """One `Started`; a `PromptLogprobs` if the request asks for it; then `TokenEvent`s, the last one with
+        `finish`; a `PrefillDone` may come between.
 
         Closing the generator, or cancelling the task inside it, ends the work everywhere and frees what it
         held. Raises `StoreError`s. `avoid` names instances that the placement should leave out.

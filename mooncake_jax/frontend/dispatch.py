@@ -176,12 +176,15 @@ class Attempt:
         yield Started(
             placement.prefill.name, placement.decode.name, first.cached_tokens, first.fetched_tokens
         )
+        if first.prompt is not None:
+            yield first.prompt
         ended = first.token in request.stop_token_ids
+        tops = [first.top] if request.sampling.num_top else []
         if ended or handle is None:
             self._drain = True
-            yield TokenEvent([first.token], [first.logprob], "stop" if ended else "length")
+            yield TokenEvent([first.token], [first.logprob], "stop" if ended else "length", tops)
             return
-        yield TokenEvent([first.token], [first.logprob])
+        yield TokenEvent([first.token], [first.logprob], None, tops)
         yield await self._prefilled()
 
         self.at = placement.decode.name

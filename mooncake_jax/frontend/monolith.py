@@ -12,7 +12,7 @@ from typing import Protocol
 from kvstore.errors import UnavailableError
 from mooncake_jax.frontend.backend import Event, Started
 from mooncake_jax.messages import ClusterInfo
-from mooncake_jax.request import FinishReason, Request, TokenEvent
+from mooncake_jax.request import FinishReason, PromptLogprobs, Request, TokenEvent, TopToken
 
 NAME = "monolith"
 log = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ class SoloEngine(Protocol):
     def generate(
         self,
         request: Request,
-        on_token: Callable[[int, float], None] | None = None,
+        on_token: Callable[[int, float, Sequence[TopToken]], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        on_prompt: Callable[[PromptLogprobs], None] | None = None,
     ) -> SoloAnswer: ...
 
 
@@ -71,16 +72,19 @@ class MonolithBackend:
         if self._engine is None:
             raise UnavailableError("the engine is not there yet")
         engine: SoloEngine = self._engine
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[TokenEvent | None]()
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[PromptLogprobs | TokenEvent | None]()
         left = threading.Event()
 
-        def tell(event: TokenEvent | None) -> None:
+        def tell(event: PromptLogprobs | TokenEvent | None) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def tell_token(token: int, logprob: float, top: Sequence[TopToken]) -> None:
+            tell(TokenEvent([token], [logprob], None, [list(top)] if request.sampling.num_top else []))
 
         def run() -> None:
             try:
                 if not cancelled():
-                    answer = engine.generate(request, lambda t, p: tell(TokenEvent([t], [p])), cancelled)
+                    answer = engine.generate(request, tell_token, cancelled, tell)
                     tell(TokenEvent([], [], answer.finish))
             finally:
                 tell(None)

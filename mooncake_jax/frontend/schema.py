@@ -1,7 +1,7 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`, typed; what is not understood is refused.
+"""The bodies of the POST endpoints, typed; what is not understood is refused by name.
 
-`null` means absent. Extensions beside OpenAI's fields: `top_k`, `ignore_eos`, `cache_salt` (the tenant's part
-of every block key), `return_token_ids`, and, for tests and demos, `mooncake_avoid` (instances to avoid).
+`null` means absent. A field typed `None` is one of OpenAI's that we know and do not support: only `null` is
+accepted. `docs/api.md` says of every field what it does.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from msgspec import Meta
 from mooncake_jax.frontend.errors import ApiError, invalid
 from mooncake_jax.request import Name
 
-_INT64 = Meta(ge=-(2**63), le=2**63 - 1)
+MAX_CHOICES = 128  # of one request: prompts times `n`
+MAX_STOPS = 16
+MAX_LOGIT_BIASES = 300
+MAX_TOP_LOGPROBS = 20
+
+_Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_NoOrSomeTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+_NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
-# fields of OpenAI's that are accepted at the value that changes nothing
-_NEUTRAL = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "top_logprobs": 0,
-}
+_Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+_TokenKey = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,9})$")]
+_Text = Annotated[str, Meta(max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,21 +39,28 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What both kinds of request share."""
 
     model: str
-    max_tokens: _Tokens | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[int, _INT64] | None = None
-    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: _Int64 | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[_TokenKey, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIASES)
+        ]
+        | None
+    ) = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: _NoOrSomeTokens | None = None
+    n: _NumChoices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, _INT64] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    user: Annotated[str, Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    user: _Text | None = None
+    cache_salt: _Text | None = None
     return_token_ids: bool | None = None
     mooncake_avoid: Annotated[list[Name], Meta(max_length=64)] | None = None
 
@@ -60,29 +68,53 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
 
 class CompletionBody(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`prompt` is a string or token ids, or a list with exactly one of these."""
+    """`prompt` is a string or token ids, or a list of these."""
 
     prompt: str | list[Any]
-    logprobs: Annotated[int, _INT64] | None = None
-    best_of: Annotated[int, _INT64] | None = None
+    max_tokens: _NoOrSomeTokens | None = None
+    logprobs: _NumTop | None = None
     echo: bool | None = None
+    best_of: _NumChoices | None = None
+    suffix: None = None
 
-    def single_prompt(self) -> str | list[int]:
-        """The one prompt. Raises ApiError (400) for an empty, mixed or multiple one."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            if len(prompt) > 1:
-                raise invalid(f"{len(prompt)} prompts in one request: send exactly one", "prompt")
-            prompt = prompt[0]
-        if not prompt:
-            raise invalid("the prompt is empty: send text or at least one token id", "prompt")
-        if isinstance(prompt, list):
-            for i, token in enumerate(prompt):
-                if type(token) is not int:
-                    raise invalid(f"prompt[{i}] is {type(token).__name__}: expected a token id", "prompt")
-        return prompt
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt. Raises ApiError (400) for an empty or mistyped one, or too many."""
+        if isinstance(self.prompt, str):
+            found: list[Any] = [self.prompt]
+        elif self.prompt and isinstance(self.prompt[0], (str, list)):
+            found = self.prompt
+        else:
+            found = [self.prompt]
+        if len(found) * self.num_choices > MAX_CHOICES:
+            raise invalid(
+                f"{len(found)} prompts with n={self.num_choices} are {len(found) * self.num_choices} answers:"
+                f" at most {MAX_CHOICES}",
+                "prompt",
+                "conflicting_fields",
+            )
+        for i, prompt in enumerate(found):
+            _check_prompt(
+                prompt, "prompt" if found[0] is self.prompt or prompt is self.prompt else f"prompt[{i}]"
+            )
+        return found
+
+
+def _check_prompt(prompt: Any, name: str) -> None:
+    if not isinstance(prompt, (str, list)):
+        raise invalid(f"{name} is {type(prompt).__name__}: expected text or a list of token ids", "prompt")
+    if not prompt:
+        raise invalid(f"{name} is empty: send text or at least one token id", "prompt")
+    if isinstance(prompt, list):
+        for i, token in enumerate(prompt):
+            if type(token) is not int:
+                raise invalid(f"{name}[{i}] is {type(token).__name__}: expected a token id", "prompt")
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,8 +126,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn. `content` in parts is their texts, joined."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1)]
-    name: str | None = None
+    content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=10_000)]
+    name: _Text | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates expect it."""
@@ -104,17 +136,59 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"role": role, "content": text}
 
 
-class ChatBody(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`max_completion_tokens` is the newer name of `max_tokens`."""
+_Messages = Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+
+
+class ChatBody(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`max_completion_tokens` is the newer name of `max_tokens`, and goes before it."""
+
+    messages: _Messages
+    max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, _INT64] | None = None
+    top_logprobs: _NumTop | None = None
+    response_format: TextFormat | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    metadata: None = None
+    modalities: None = None
+    moderation: None = None
+    parallel_tool_calls: None = None
+    prediction: None = None
+    prompt_cache_key: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    safety_identifier: None = None
+    service_tier: None = None
+    store: None = None
+    tool_choice: None = None
+    tools: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody)
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Messages | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=1 << 20)]
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _AT = re.compile(r" - at `\$\.?(.*)`$")
+_AT_KEY = re.compile(r" - at `key` in `\$\.?(.*)`$")
 _FIELD = re.compile(r"field `(.*?)`")
 
 
@@ -128,19 +202,32 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise invalid("the body is nested too deeply", code="invalid_json") from None
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(body, name, None)
-        if value is not None and value != neutral:
-            raise invalid(f"{name}={value} is not supported: only {neutral}", name, "unsupported_value")
-    if isinstance(body, CompletionBody) and body.logprobs not in (None, 0):
-        raise invalid("logprobs: only 0 (the chosen token's) is supported", "logprobs", "unsupported_value")
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options needs stream=true", "stream_options")
+    if isinstance(body, Options):
+        _check_conflicts(body)
     return body
 
 
+def _check_conflicts(body: CompletionBody | ChatBody | Options) -> None:
+    """Fields that are right by themselves and not together."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options needs stream=true", "stream_options", "conflicting_fields")
+    if isinstance(body, CompletionBody) and body.best_of not in (None, body.num_choices):
+        raise invalid(
+            f"best_of={body.best_of} with n={body.num_choices}: best_of may only equal n",
+            "best_of",
+            "conflicting_fields",
+        )
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs=true", "top_logprobs", "conflicting_fields")
+
+
 def _named(message: str) -> ApiError:
+    key = _AT_KEY.search(message)
+    if key:
+        return invalid(message, key.group(1), "invalid_value")
     at, field = _AT.search(message), _FIELD.search(message)
     path = [part for part in (at and at.group(1), field and field.group(1)) if part]
-    code = "unknown_field" if "unknown field" in message else "invalid_value"
-    return invalid(message, ".".join(path) or None, code)
+    name = ".".join(path) or None
+    if message.startswith("Expected `null`"):
+        return invalid(f"{name} is not supported here: leave it out", name, "unsupported_field")
+    return invalid(message, name, "unknown_field" if "unknown field" in message else "invalid_value")

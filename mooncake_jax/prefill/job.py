@@ -14,7 +14,8 @@ from kvstore.client import Client
 from kvstore.errors import StoreError
 from kvstore.node import Node
 from kvstore.transfer.engine import TransferEngine
-from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
+from mooncake_jax.engine.prompt_logprobs import prompt_logprobs
 from mooncake_jax.prefill.discipline import Candidate
 from mooncake_jax.prefill.home_copy import HomeCopy
 from mooncake_jax.prefill.lease import StagingLease
@@ -50,13 +51,19 @@ class PrefillJob:
         self._keys = request.placement.keys
         self._stream: KVStream | None = None
         self._loads_prefix = False
+        self._scores: list[PromptScores] = []
         self._arrived = time.monotonic()
         self._staging = StagingLease(request.staging, self._arrived) if request.staging else None
         self._began = self._first_token = self._arrived
         self._served_seconds = 0.0
         num_tokens = len(self.tokens)
         self._prefix = Prefix(
-            paths.home, paths.client, paths.format, request.placement, num_tokens, on_progress
+            paths.home,
+            paths.client,
+            paths.format,
+            request.placement,
+            1 if self.request.score_prompt else num_tokens,  # all of a prompt that is scored is computed
+            on_progress,
         )
 
     @property
@@ -107,6 +114,10 @@ class PrefillJob:
             raise self._stream.failure
         self._stream.add_new(kv, num_tokens)
 
+    def add_scores(self, scores: PromptScores) -> None:
+        """Of the prompt tokens that follow those of the tile."""
+        self._scores.append(scores)
+
     def tile_done(self, num_tokens: int, seconds: float) -> None:
         """`num_tokens` more are in the cache. After the first tile, reused blocks go to decode as well: not earlier,
         because copying them would delay the first token of a prompt that is cached but for its end.
@@ -123,12 +134,14 @@ class PrefillJob:
     def first_token(self, sampled: Sampled) -> FirstToken:
         """The answer's first token, with how much of the prompt was reused."""
         self._first_token = time.monotonic()
-        z = self._paths.format.block_tokens
+        z, request = self._paths.format.block_tokens, self.request
         return FirstToken(
             token=sampled.token,
             logprob=sampled.logprob,
             cached_tokens=self._prefix.num_blocks * z,
             fetched_tokens=self._prefix.num_fetched * z,
+            top=list(sampled.top),
+            prompt=prompt_logprobs(self._scores, request.sampling.num_top) if request.score_prompt else None,
         )
 
     def finish(self) -> PrefillDone:
@@ -163,6 +176,7 @@ class PrefillJob:
     def _open_stream(self, *, again: bool) -> None:
         f, home = self._paths.format, self._paths.home
         cached = self._prefix.begin()
+        self._scores = []
         self.position = cached * f.block_tokens
         self._loads_prefix = cached > 0
         self._stream = KVStream(

@@ -8,7 +8,7 @@ import threading
 import time
 
 from kvstore.errors import ExhaustedError, InternalError, StoreError, UnavailableError
-from mooncake_jax.engine.contract import PrefillEngine, Sampled
+from mooncake_jax.engine.contract import PrefillEngine, PromptScores, Sampled
 from mooncake_jax.prefill.config import PrefillConfig
 from mooncake_jax.prefill.discipline import choose, next_tile
 from mooncake_jax.prefill.fetch import PrefixLostError
@@ -158,12 +158,21 @@ class PrefillWorker:
         assert job.slot is not None
         start, stop = next_tile(job.position, len(job.tokens), self._engine.tile_tokens)
         sample = job.request.sampling if stop == len(job.tokens) else None
+        targets = job.tokens[start + 1 : stop + 1] if job.request.score_prompt else job.tokens[:0]
         first_token, began = None, time.monotonic()
         for item in self._engine.prefill(
-            job.slot, job.tokens[start:stop], start, load=job.load, sample=sample
+            job.slot,
+            job.tokens[start:stop],
+            start,
+            load=job.load,
+            sample=sample,
+            prompt=job.tokens,
+            targets=targets if targets.size else None,
         ):
             if isinstance(item, Sampled):
                 first_token = job.first_token(item)
+            elif isinstance(item, PromptScores):
+                job.add_scores(item)
             else:
                 job.add_new(item, stop - start)
         seconds = time.monotonic() - began

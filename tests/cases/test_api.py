@@ -139,7 +139,7 @@ def prose(oracle) -> tuple[Tokenizer, Told]:
         sampling, tokens = Sampling(temperature=2.0, seed=seed), []
         oracle.generate(
             Request("sampled", prompt, PIECES, sampling),
-            on_token=lambda token, _, drawn=tokens: drawn.append(token),
+            on_token=lambda token, _p, _top, drawn=tokens: drawn.append(token),
             cancelled=lambda drawn=tokens: len(set(drawn)) < len(drawn),
         )
         if len(set(tokens)) == PIECES:

@@ -6,7 +6,7 @@ import asyncio
 import codecs
 
 from mooncake_jax.frontend.backend import Started
-from mooncake_jax.request import PrefillDone, TokenEvent
+from mooncake_jax.request import PrefillDone, PromptLogprobs, TokenEvent
 
 EOS = 256
 
@@ -28,13 +28,16 @@ class ByteTokenizer:
     vocab_size = 257
     eos_ids = (EOS,)
 
-    def encode(self, text):
+    def encode(self, text, add_bos=None):
         return list(text.encode())
 
     def chat(self, messages):
         if messages[-1]["role"] == "assistant":
             raise ValueError("the last message must not be the assistant's")
         return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+    def token_bytes(self, token_id):
+        return bytes([token_id]) if token_id < EOS else b"<end>"
 
     def detokenizer(self):
         return ByteDetokenizer()
@@ -69,6 +72,10 @@ class ScriptedBackend:
             if self.error and self.fail_after is None:
                 raise self.error
             yield Started("prefill-0", "decode-0", 3, 2)
+            if request.score_prompt:
+                scored = len(request.tokens) - 1
+                top = [(ord("a") + j, -2.0 - j) for j in range(request.sampling.num_top)]
+                yield PromptLogprobs([-1.5] * scored, [top] * scored)
             tokens = [t for t in self.tokens if t != EOS or EOS in request.stop_token_ids]
             ended = len(tokens) <= request.max_tokens
             tokens = tokens[: request.max_tokens]
@@ -81,7 +88,10 @@ class ScriptedBackend:
                 last = i + self.step >= len(tokens)
                 reason = "stop" if ended and EOS in request.stop_token_ids else "length"
                 self.num_sent += len(part)
-                yield TokenEvent(part, [-0.5] * len(part), reason if last else None)
+                num_top = request.sampling.num_top
+                top = [(ord("a") + j, -1.0 - j) for j in range(num_top)]
+                tops = [top] * len(part) if num_top else []
+                yield TokenEvent(part, [-0.5] * len(part), reason if last else None, tops)
                 if i == 0:
                     yield PrefillDone(0.25, 0.5, 0.0, 10)
         finally:

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from kvstore.block import BlockFormat
-from mooncake_jax.engine.contract import BatchRows, GroupKV, Sampled
+from models.draw import MAX_TOP
+from mooncake_jax.engine.contract import BatchRows, DrawnTokens, GroupKV, PromptScores, Sampled
 from mooncake_jax.request import Sampling
 
 PRIME = 251
@@ -46,6 +47,11 @@ def _draw(total: int, sampling: Sampling, step: int) -> int:
 def logprob_of(token: int) -> float:
     """The log probability that the fakes report for `token`; exact in float32."""
     return -(token + 1) / 256
+
+
+def top_of_fake(token: int, count: int) -> list[tuple[int, float]]:
+    """The most likely tokens that the fakes report."""
+    return [(token + i, -1.0) for i in range(count)]
 
 
 def answer(
@@ -192,7 +198,9 @@ class FakePrefillEngine:
         *,
         load: Callable[[int], Sequence[np.ndarray]] | None = None,
         sample: Sampling | None = None,
-    ) -> Iterator[GroupKV | Sampled]:
+        prompt: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
+    ) -> Iterator[GroupKV | PromptScores | Sampled]:
         self._thread.check()
         f = self.format
         z, stop = f.block_tokens, start + len(tokens)
@@ -229,9 +237,14 @@ class FakePrefillEngine:
             yield GroupKV(group, start // z, kv)
         self._filled[slot] = stop
         self.computed_tokens += len(tokens)
+        if targets is not None:
+            num_targets = len(targets)
+            logprobs = np.array([logprob_of(int(token)) for token in targets], np.float32)
+            none = np.zeros((num_targets, MAX_TOP))
+            yield PromptScores(logprobs, none.astype(np.int32), none.astype(np.float32))
         if sample is not None:
             token = self._cache.next_token(digests, sample, step=0)
-            yield Sampled(token, logprob_of(token))
+            yield Sampled(token, logprob_of(token), top_of_fake(token, sample.num_top))
 
 
 class FakeDecodeEngine:
@@ -266,7 +279,10 @@ class FakeDecodeEngine:
             raise ValueError(f"blocks of shape {blocks.shape}")
         self._cache.write(slot, slice(None), first_block, blocks)
 
-    def generate(self, rows: BatchRows) -> tuple[np.ndarray, np.ndarray]:
+    def remember(self, slot: int, prompt: Sequence[int], drawn: Sequence[int]) -> None:
+        self._thread.check()
+
+    def generate(self, rows: BatchRows) -> DrawnTokens:
         self._thread.check()
         if self.before_step is not None:
             try:
@@ -287,7 +303,8 @@ class FakeDecodeEngine:
             sampling = Sampling(temperature=float(draw.temperature[slot]), seed=int(draw.seed[slot]))
             tokens[slot] = self._cache.next_token(digests, sampling, int(draw.step[slot]))
             logprobs[slot] = logprob_of(int(tokens[slot]))
-        return tokens, logprobs
+        top = tokens[:, None] + np.arange(MAX_TOP, dtype=np.int32)
+        return DrawnTokens(tokens, logprobs, top, np.zeros(top.shape, np.float32) - 1)
 
     def extract(self, slot: int, block: int) -> np.ndarray:
         self._thread.check()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mooncake_jax.decode.batch import Batch, finish_of
+from mooncake_jax.engine.contract import DrawnTokens
 from mooncake_jax.request import Request, Sampling
 
 Z = 4
@@ -17,7 +18,7 @@ def step(batch: Batch, tokens: dict[int, int]):
     drawn, logprobs = np.full(batch.num_slots, -1, np.int32), np.full(batch.num_slots, np.nan, np.float32)
     for slot, token in tokens.items():
         drawn[slot], logprobs[slot] = token, -token
-    return batch.advance(drawn, logprobs)
+    return batch.advance(DrawnTokens(drawn, logprobs))
 
 
 def test_the_lowest_free_slot_is_taken():

@@ -110,7 +110,7 @@ def test_decode_follows_the_dense_reference_beside_busy_neighbours(pair):
     dense = pair.dense(PROMPT)
     for i in range(60, 75):
         columns = {"slot1": (PROMPT[i], i)} | ({"slot0": (9, 30)} if i % 2 else {})
-        tokens, logprobs = pair.decode.generate(rows(pair.decode, **columns))
+        tokens, logprobs, *_ = pair.decode.generate(rows(pair.decode, **columns))
         assert tokens[1] == dense[i].argmax()
         assert logprobs[1] == pytest.approx(dense[i].max(), abs=1e-4)
 
@@ -278,5 +278,5 @@ def test_bfloat16_stays_close_to_its_float32_reference(bf16_pair):
     assert abs(drawn.logprob - dense[59][drawn.token]) < 0.1
     insert(bf16_pair.decode, 0, blocks)
     for i in range(60, 75):
-        tokens, logprobs = bf16_pair.decode.generate(rows(bf16_pair.decode, slot0=(PROMPT[i], i)))
+        tokens, logprobs, *_ = bf16_pair.decode.generate(rows(bf16_pair.decode, slot0=(PROMPT[i], i)))
         assert abs(logprobs[0] - dense[i][tokens[0]]) < 0.1

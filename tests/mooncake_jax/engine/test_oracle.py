@@ -50,7 +50,7 @@ def test_a_stop_token_is_the_last_token(pair):
 def test_a_cancelled_answer_has_no_finish(pair):
     heard = []
     answer = Monolith(pair.prefill, pair.decode).generate(
-        request(), on_token=lambda token, logprob: heard.append(token), cancelled=lambda: len(heard) >= 4
+        request(), on_token=lambda token, logprob, top: heard.append(token), cancelled=lambda: len(heard) >= 4
     )
     assert answer.finish is None
     assert answer.tokens == heard

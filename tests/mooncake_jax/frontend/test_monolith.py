@@ -17,7 +17,7 @@ class CountingEngine:
         self.held = threading.Event()
         self.threads, self.num_running, self.most_running = set(), 0, 0
 
-    def generate(self, request, on_token=None, cancelled=None):
+    def generate(self, request, on_token=None, cancelled=None, on_prompt=None):
         self.threads.add(threading.current_thread())
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -27,7 +27,7 @@ class CountingEngine:
                     if cancelled():
                         return SimpleNamespace(finish=None)
                     time.sleep(0.001)
-                on_token(request.tokens[-1] + 1 + i, -0.5)
+                on_token(request.tokens[-1] + 1 + i, -0.5, [])
             return SimpleNamespace(finish="length")
         finally:
             self.num_running -= 1
