@@ -43,6 +43,16 @@ class Client:
             return status, got, json.loads(reply)
         return status, got, reply
 
+    def post_for(self, seconds, path, body):
+        """Hangs up after `seconds`. Raises TimeoutError if there was no answer by then."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            raw = json.dumps({"model": MODEL} | body)
+            connection.request("POST", path, raw, {"Content-Type": "application/json"})
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
     def complete(self, prompt="hi", **fields):
         status, _, body = self.post("/v1/completions", {"prompt": prompt, "max_tokens": 100} | fields)
         assert status == 200, body
