@@ -56,4 +56,4 @@ class ChatWriter:
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         raw = self._token_bytes(token)
-        return {"token": token_name(raw), "logprob": logprob, "bytes": list(raw)}
+        return {"token": token_name(token, raw), "logprob": logprob, "bytes": list(raw)}

@@ -77,4 +77,4 @@ class CompletionWriter:
         return told
 
     def _name(self, token: int) -> str:
-        return token_name(self._token_bytes(token))
+        return token_name(token, self._token_bytes(token))

@@ -100,8 +100,11 @@ class AnswerText:
         return Delta(text, event.tokens[:used], pieces, event.logprobs[:used], finish, event.tops[:used])
 
 
-def token_name(raw: bytes) -> str:
-    """One token as text; "bytes:" and its bytes in hexadecimal where they are no whole characters."""
+def token_name(token: int, raw: bytes) -> str:
+    """One token as text; "bytes:" and its bytes in hexadecimal where they are no whole characters; "token_id:"
+    and its id where it has none (vocabularies are padded)."""
+    if not raw:
+        return f"token_id:{token}"
     try:
         return raw.decode()
     except UnicodeDecodeError:

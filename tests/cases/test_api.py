@@ -14,14 +14,12 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from cases.judge import CANARY, MAX_TOKENS, Judge, refused, text
-from e2e.http_frontend import http_frontend
-from e2e.real import CFG, Z, local_cluster
-from tokenizers.pre_tokenizers import ByteLevel
+from cases.judge import MAX_TOKENS, refused, text
+from cases.served import CHAT, COMPLETIONS, LETTERS, bos_tokenizer
+from e2e.real import CFG, Z
 
 from launch.model_source import byte_tokenizer
 from models.tokenizer import Tokenizer, TokenizerSettings, byte_level_bpe
@@ -30,58 +28,6 @@ from mooncake_jax.request import Request, Sampling
 from mooncake_jax.staging_layout import StagingLayout
 
 LIMIT = CFG.max_position
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-JSON = {"Content-Type": "application/json"}
-LETTERS = sorted(ByteLevel.alphabet())
-
-
-def bos_tokenizer() -> Tokenizer:
-    """The byte tokenizer, and a BOS before every text."""
-    bos, template = len(LETTERS), "{% for m in messages %}{{ m.content }}{% endfor %}"
-    backend = byte_level_bpe([*LETTERS, "<|begin|>"], [], pre_tokenizer="gpt-2", control=[bos])
-    return Tokenizer(backend, TokenizerSettings(bos_id=bos, add_bos=True, chat_template=template))
-
-
-class Served(NamedTuple):
-    """A frontend before 1P1D of real engines, with the judge beside it."""
-
-    cluster: object
-    frontend: object
-    judge: Judge
-
-    def post(self, path, body, **headers):
-        """(status, parsed body)"""
-        raw = (
-            body
-            if isinstance(body, bytes)
-            else json.dumps({"model": "fake", "temperature": 0} | body).encode()
-        )
-        status, reply = self.frontend.request("POST", path, raw, JSON | headers)
-        return status, json.loads(reply)
-
-    def canary(self):
-        """Also through HTTP."""
-        self.judge.right_reply(CANARY, self.frontend.ask(CANARY, MAX_TOKENS, logprobs=0))
-        self.judge.canary(self.cluster)
-        for path in ("/health", "/ready"):
-            assert self.frontend.request("GET", path)[0] == 200
-
-
-@pytest.fixture
-def serve(engines, oracle):
-    """`serve(tokenizer, decode_config)`; at the end the canary sings, and all is free."""
-    with ExitStack() as stack:
-
-        def start(tokenizer=None, **fields) -> Served:
-            cluster = stack.enter_context(local_cluster(engines, 1, "tcp", **fields))
-            tokenizer = tokenizer or byte_tokenizer()
-            frontend = stack.enter_context(http_frontend(cluster, tokenizer, CFG.vocab_size))
-            served = Served(cluster, frontend, Judge(oracle))
-            stack.callback(served.canary)
-            return served
-
-        yield start
-
 
 # vllm-project/vllm#7283, #7632
 

@@ -16,7 +16,7 @@ from e2e.real import arguments, local_cluster
 from mooncake_jax.engine.compiles import process_compiles
 from mooncake_jax.engine.jax_decode import JaxDecodeEngine
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
-from mooncake_jax.request import Sampling
+from mooncake_jax.request import Bias, Sampling
 
 LIMIT = 317  # prompt and answer: no multiple of a block, a tile or a power of two
 NUM_REQUESTS = 300
@@ -28,9 +28,14 @@ def sampling(chance: random.Random) -> Sampling:
     if chance.random() < 0.4:
         return Sampling()
     return Sampling(
-        temperature=chance.uniform(0.1, 2.0),
-        top_k=chance.choice((0, 0, 1, 7, 10_000)),
+        temperature=chance.choice((0.0, chance.uniform(0.1, 2.0))),
+        top_k=chance.choice((0, 0, 1, 7, 100)),
         top_p=chance.choice((1.0, 0.9, 0.01)),
+        min_p=chance.choice((0.0, 0.0, 0.1)),
+        presence_penalty=chance.choice((0.0, 0.0, 1.0)),
+        repetition_penalty=chance.choice((1.0, 1.0, 1.3)),
+        biases=chance.choice(([], [Bias(3, 2.0)], [Bias(7, -1e30, 2), Bias(9, 1.0)])),
+        num_top=chance.choice((0, 0, 5)),
         seed=chance.randrange(2**32),
     )
 
@@ -58,6 +63,6 @@ def test_three_hundred_requests_of_any_size_compile_nothing(compile_cache, oracl
     assert len({len(tokens) for tokens, *_ in answers}) > LIMIT / 2
     assert sum(answer.first.cached_tokens > 0 for *_, answer in answers) > NUM_REQUESTS // 4
     for tokens, max_tokens, how, answer in answers[::10]:
-        greedy = how.temperature == 0
+        greedy = how.temperature == 0 and not how.looks_back and not how.biases
         assert len(answer.tokens) == max_tokens
         assert judge.violation(tokens, answer.tokens, answer.logprobs, greedy=greedy) is None
