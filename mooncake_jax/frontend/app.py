@@ -188,7 +188,7 @@ class Frontend:
         try:
             return await self._in_pool(encode, text)
         except ValueError as error:
-            raise invalid(str(error), param) from None
+            raise invalid(str(error), param, f"invalid_{param}") from None
 
     async def _in_pool(self, work: Callable[[Any], Result], argument: Any) -> Result:
         """Off the event loop: a long prompt takes a while."""

@@ -166,7 +166,8 @@ def _biases(body: Options, stop_ids: Sequence[int], vocab_size: int) -> list[Bia
     biases = []
     for key, amount in (body.logit_bias or {}).items():
         if int(key) >= vocab_size:
-            raise invalid(f"logit_bias of token {key}: token ids are 0 to {vocab_size - 1}", "logit_bias")
+            message = f"logit_bias of token {key}: token ids are 0 to {vocab_size - 1}"
+            raise invalid(message, "logit_bias", "unknown_token")
         biases.append(Bias(int(key), amount))
     if body.min_tokens:
         biases += [Bias(token, _FORBIDDEN, body.min_tokens) for token in stop_ids]
@@ -197,7 +198,9 @@ def check_vocabulary(tokens: Sequence[int], vocab_size: int, name: str) -> None:
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             param = name.partition("[")[0]
-            raise invalid(f"{name}[{i}] is {token}: token ids are 0 to {vocab_size - 1}", param)
+            raise invalid(
+                f"{name}[{i}] is {token}: token ids are 0 to {vocab_size - 1}", param, "unknown_token"
+            )
 
 
 def answer_length(num_prompt: int, wanted: int | None, default: int, limit: int) -> int:

@@ -121,7 +121,7 @@ def _version() -> str:
 def _reply(name: str, *, streams: bool = False) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _record(data=_STRING)}  # of one event: a chunk, or [DONE]
     return {"description": "Done", "content": content}
 
 

@@ -13,6 +13,7 @@ Reported in public as
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -80,9 +81,11 @@ def name_of(served, token):
 
 
 def test_what_the_first_token_ends_is_over(serve, oracle):
-    prompt = text(3 * Z + 2, seed=23)
-    free = oracle.generate(Request("free", prompt, 8)).tokens
-    assert free[1] != free[0]
+    for seed in range(23, 100):
+        prompt = text(3 * Z + 2, seed=seed)
+        free = oracle.generate(Request("free", prompt, 8)).tokens
+        if free[0] not in free[1:]:
+            break
     served = serve(ending_tokenizer(free[0]))
     piece = served.tokenizer.decode([free[0]])
     assert piece
@@ -236,6 +239,7 @@ def test_bos_comes_once_for_text_and_never_for_ids(serve):
     assert by_text.count(bos) == 1 == by_text.index(bos) + 1
     assert prompt_of(COMPLETIONS, prompt=by_text[1:]) == by_text[1:]
     assert prompt_of(COMPLETIONS, prompt=[bos, *by_text]) == [bos, *by_text]
-    assert served.post("/tokenize", {"prompt": "same text"})[1]["tokens"] == by_text
-    plain = served.post("/tokenize", {"prompt": "same text", "add_special_tokens": False})
-    assert plain[1]["tokens"] == by_text[1:]
+    for fields, tokens in (({}, by_text), ({"add_special_tokens": False}, by_text[1:])):
+        raw = json.dumps({"prompt": "same text"} | fields).encode()
+        status, body = served.post("/tokenize", raw)
+        assert (status, body["tokens"]) == (200, tokens)
