@@ -35,11 +35,10 @@ def from_storage(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
-def to_pages(cfg: LlamaConfig, keys: jax.Array, values: jax.Array, num_valid: jax.Array) -> jax.Array:
-    """Keys, values `[T, K, H]` of a tile at a page start → pages `[M, K, 2, Z, H]`, 0 from row `num_valid`."""
-    T = keys.shape[0]
+def to_pages(cfg: LlamaConfig, both: jax.Array, num_valid: jax.Array) -> jax.Array:
+    """Keys and values `[T, K, 2, H]` of a tile at a page start → pages `[M, K, 2, Z, H]`, 0 from row `num_valid`."""
+    T = both.shape[0]
     Z = cfg.block_tokens
-    both = jnp.stack([keys, values], axis=2)  # [T, K, 2, H]
     both = jnp.where(jnp.arange(T)[:, None, None, None] < num_valid, both, jnp.zeros((), both.dtype))
     both = jnp.pad(both, ((0, -T % Z), (0, 0), (0, 0), (0, 0)))
     return both.reshape(-1, Z, *both.shape[1:]).transpose(0, 2, 3, 1, 4)

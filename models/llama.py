@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 
-from models import attention, cache, rope
+from models import attention, cache, rope, rows
 from models.cache import Pages
 from models.config import LlamaConfig
 from models.platform import Platform
@@ -99,13 +100,16 @@ def _named_leaves(tree: Params) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def prepare(cfg: LlamaConfig, params: Params, dtype: str, platform: Platform) -> Params:
-    """Host parameters → the pytree the steps take: `embed` in storage dtype, and `lm_head` always present."""
+def prepare(
+    cfg: LlamaConfig, params: Params, dtype: str, platform: Platform, placement: jax.Device | Sharding | None = None
+) -> Params:
+    """Host parameters → the pytree the steps take, where `placement` says: `embed` in storage dtype, and `lm_head`
+    always present."""
     check_params(cfg, params, dtype)
     table = np.asarray(params["embed"])
     head = params.get("lm_head", params["embed"])
     prepared = {**params, "embed": table.view(platform.storage_dtype(dtype)), "lm_head": head}
-    return jax.tree.map(jax.device_put, prepared)
+    return jax.tree.map(lambda a: jax.device_put(a, placement), prepared)
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -118,6 +122,7 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
 def prefill_group(
     cfg: LlamaConfig,
     platform: Platform,
+    num_devices: int,
     layers: list[Params],
     x: jax.Array,
     group: list[Pages],
@@ -125,26 +130,25 @@ def prefill_group(
     start: jax.Array,
     num_valid: jax.Array,
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
-    """One layer group over a tile of one slot: `x` `[T, D]` at positions start …, of which `num_valid` rows
-    count.
+    """One layer group over a tile of one slot, at positions start …, of which `num_valid` rows count.
 
-    Returns the new `x`, the group's cache (pass the old one donated) and the tile's KV as blocks `[M, l, K,
-    2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a multiple of Z, and the cache has room
-    for M pages there.
+    `x` `[T/n, D]` are this device's rows (see `models.rows`; n = `num_devices`, and above one this runs
+    inside a `shard_map` over `rows.AXIS`). Returns the new `x`, the group's cache (pass the old one donated)
+    and the whole tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start`
+    is a multiple of Z, and the cache has room for M pages there.
     """
-    Z = cfg.block_tokens
-    cos, sin = rope.rotation(cfg, start + jnp.arange(x.shape[0], dtype=jnp.int32))
+    firsts = [start + offset for offset in rows.first_offsets(x.shape[0], num_devices)]
+    run = jnp.arange(x.shape[0] // len(firsts), dtype=jnp.int32)
+    cos, sin = rope.rotation(cfg, jnp.concatenate([first + run for first in firsts]))
+    run_pages = platform.prefill_pages(cfg, x.shape[0] // len(firsts))
     group, blocks = list(group), []
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
             q, k, v = _project(cfg, platform, layer, x, cos, sin)
-            new = cache.to_pages(
-                cfg, cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype), num_valid
-            )
-            group[i] = cache.write_pages(group[i], new, slot, start // Z)
-            mixed = attention.tile_attention(
-                q, k, v, group[i], slot, start, platform, platform.prefill_pages(cfg, x.shape[0])
-            )
+            both = rows.gather(cache.to_storage(jnp.stack([k, v], axis=2), group[i].dtype), num_devices)
+            new = cache.to_pages(cfg, both, num_valid)
+            group[i] = cache.write_pages(group[i], new, slot, start // cfg.block_tokens)
+            mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages)
             x = _finish_layer(cfg, platform, layer, x, mixed)
             blocks.append(new)
     return x, group, jnp.stack(blocks, axis=1)

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvstore.block import BlockFormat
-from models import cache, llama, sampling
+from models import cache, llama, rows, sampling
 from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
@@ -58,7 +59,9 @@ def block_format(cfg: LlamaConfig, dtype: str) -> BlockFormat:
 class JaxPrefillEngine:
     """`mooncake_jax.engine.contract.PrefillEngine` on JAX. Owned by one thread.
 
-    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32").
+    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). The rows of a
+    tile are dealt to `devices` (a power of two of them; None: the first one), as `models.rows` says: every
+    device has all weights and a cache of its own, and only one reads what the host wants.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class JaxPrefillEngine:
         max_tokens: int,
         fingerprint: bytes,
         platform: Platform | None = None,
+        devices: Sequence[jax.Device] | None = None,
     ) -> None:
         if not 1 <= max_tokens <= cfg.max_position:
             raise ValueError(
@@ -86,11 +90,19 @@ class JaxPrefillEngine:
         self._cfg = cfg
         self._platform = platform or platforms.current()
         Z = cfg.block_tokens
+        devices = list(devices or jax.local_devices()[:1])
+        self._num_devices = len(devices)
+        mesh = Mesh(np.array(devices), (rows.AXIS,))
+        self._whole, self._dealt = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(rows.AXIS))
         self.tile_tokens = -(-min(self._platform.tile_tokens, max_tokens) // Z) * Z
         self._tiles = buckets(min(_SMALLEST_TILE, self.tile_tokens), self.tile_tokens)
-        params = llama.prepare(cfg, params, dtype, self._platform)
+        self._orders = {tile: rows.dealt(tile, len(devices)) for tile in self._tiles}
+        params = llama.prepare(cfg, params, dtype, self._platform, self._whole)
         self._embedding = params["embed"]
-        self._head_params = {"final_norm": params["final_norm"], "lm_head": params["lm_head"]}
+        self._head_params = {
+            "final_norm": params["final_norm"].addressable_data(0),
+            "lm_head": params["lm_head"].addressable_data(0),
+        }
         size = cfg.layers_per_group
         self._layers = [params["layers"][i : i + size] for i in range(0, cfg.num_layers, size)]
         self._storage = self._platform.storage_dtype(dtype)
@@ -157,13 +169,16 @@ class JaxPrefillEngine:
         if targets.shape != tokens.shape:
             raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
         with self._guard():
-            x = self._embed(tokens)
+            x, where = self._embed(tokens), self._where(slot, start, tokens.size)
             for group in range(self.format.num_groups):
-                x, _ = self._dispatch(group, x, slot, start, tokens.size)
+                x, _ = self._dispatch(group, x, where)
             self._filled[slot] = start + tokens.size
             padded = np.zeros(x.shape[0], np.int32)
             padded[: targets.size] = targets
-            scores = self._score(self._head_params, x, padded)
+            order = self._orders[x.shape[0]]
+            whole = np.empty(x.shape, np.float32)
+            whole[order] = np.asarray(x)
+            scores = self._score(self._head_params, whole, padded)
             return TokenScores(*(np.asarray(part)[: targets.size] for part in scores))
 
     def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
@@ -205,7 +220,7 @@ class JaxPrefillEngine:
                 jax.block_until_ready(
                     self._cache
                 )  # an abandoned call may still be reading the staging arrays
-            x = self._embed(tokens)
+            x, where = self._embed(tokens), self._where(slot, start, tokens.size)
         for group in range(self.format.num_groups):
             prefix: Sequence[np.ndarray] = []
             if load is not None:
@@ -213,9 +228,9 @@ class JaxPrefillEngine:
                 self._check_prefix(group, prefix, start // self._cfg.block_tokens)
             with self._guard():
                 self._insert_prefix(group, slot, prefix)
-                x, blocks = self._dispatch(group, x, slot, start, tokens.size)
+                x, blocks = self._dispatch(group, x, where)
             pending.append((group, blocks))
-            if load is not None and group > 0:  # the device has the next group to do meanwhile
+            if group > 0:  # the device has the next group to do meanwhile
                 yield self._finish(*pending.popleft(), start, tokens.size)
         drawn = None
         if sample is not None:
@@ -233,23 +248,24 @@ class JaxPrefillEngine:
         tile = next(size for size in self._tiles if size >= tokens.size)
         padded = np.zeros(tile, np.int32)
         padded[: tokens.size] = tokens
-        return self._compiled.embed[tile](self._embedding, padded)
+        dealt = jax.device_put(padded[self._orders[tile]], self._dealt)
+        return self._compiled.embed[tile](self._embedding, dealt)
 
-    def _dispatch(
-        self, group: int, x: jax.Array, slot: int, start: int, num_valid: int
-    ) -> tuple[jax.Array, jax.Array]:
+    def _dispatch(self, group: int, x: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, self._cache[group], blocks = self._compiled.group[x.shape[0]](
-            self._layers[group], x, self._cache[group], np.int32(slot), np.int32(start), np.int32(num_valid)
+            self._layers[group], x, self._cache[group], where
         )
         return x, blocks
 
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
         with self._guard():
-            host = np.asarray(blocks).view(self.format.item_dtype)
+            host = np.asarray(blocks.addressable_data(0)).view(self.format.item_dtype)
         return GroupKV(group, start // self._cfg.block_tokens, host[: self.format.num_blocks(num_valid)])
 
     def _draw(self, x: jax.Array, row: int, sample: Sampling) -> tuple[jax.Array, jax.Array]:
-        last = self._compiled.last[x.shape[0]](x, np.int32(row))
+        tile = x.shape[0]
+        place = int(np.flatnonzero(self._orders[tile] == row)[0])
+        last = self._compiled.last[tile](x, self._where(place)).addressable_data(0)
         if sample.temperature == 0.0:
             return self._compiled.greedy(self._head_params, last)
         draw = sampling.Draw(
@@ -284,10 +300,8 @@ class JaxPrefillEngine:
         for run in binary_runs(len(blocks), self._load_blocks):
             for i in range(first, first + run):
                 staging[i] = blocks[i]
-            part = staging[first : first + run].view(self._storage)
-            self._cache[group] = self._compiled.insert[run](
-                self._cache[group], part, np.int32(slot), np.int32(first)
-            )
+            part = jax.device_put(staging[first : first + run].view(self._storage), self._whole)
+            self._cache[group] = self._compiled.insert[run](self._cache[group], part, self._where(slot, first))
             first += run
 
     @contextmanager
@@ -308,28 +322,43 @@ class JaxPrefillEngine:
         shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [jax.device_put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
+            [jax.device_put(np.full(shape, 0, self._storage), self._whole) for _ in layers]
             for _ in range(self.format.num_groups)
         ]
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
 
     def _compile(self) -> _Programs:
         cfg, platform = self._cfg, self._platform
-        zero, row = np.int32(0), jax.ShapeDtypeStruct((1, cfg.d_model), jnp.float32)
+        where, row = self._where(0), jax.ShapeDtypeStruct((1, cfg.d_model), jnp.float32)
         draw = sampling.Draw(*(np.zeros(1, dtype) for dtype in sampling.DRAW_DTYPES))
-        group_step = functools.partial(llama.prefill_group, cfg, platform)
+        whole, dealt = self._whole.spec, self._dealt.spec
+        group_step = self._side_by_side(
+            lambda layers, x, pages, where: llama.prefill_group(
+                cfg, platform, self._num_devices, layers, x, pages, where[0], where[1], where[2]
+            ),
+            (whole, dealt, whole, whole),
+            (dealt, whole, whole),
+        )
+        embed_rows = self._side_by_side(llama.embed, (whole, dealt), dealt)
         embed, group, last = {}, {}, {}
         for tile in self._tiles:
-            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32)
-            embed[tile] = program(llama.embed, self._embedding, np.zeros(tile, np.int32))
-            group[tile] = program(
-                group_step, self._layers[0], x, self._cache[0], zero, zero, zero, donate=[2]
+            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32, sharding=self._dealt)
+            tokens = jax.ShapeDtypeStruct((tile,), jnp.int32, sharding=self._dealt)
+            embed[tile] = program(embed_rows, self._embedding, tokens)
+            group[tile] = program(group_step, self._layers[0], x, self._cache[0], where, donate=[2])
+            last[tile] = program(
+                lambda x, where: lax.dynamic_slice_in_dim(x, where[0], 1), x, where, out_shardings=self._whole
             )
-            last[tile] = program(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1), x, zero)
+        insert_group = self._side_by_side(
+            lambda pages, blocks, where: cache.insert_blocks(pages, blocks, where[0], where[1]),
+            (whole, whole, whole),
+            whole,
+        )
         insert = {}
         for run in buckets(1, self._load_blocks):
-            blocks = jax.ShapeDtypeStruct((run, *self.format.group_shape), self._storage)
-            insert[run] = program(cache.insert_blocks, self._cache[0], blocks, zero, zero, donate=[0])
+            shape = (run, *self.format.group_shape)
+            blocks = jax.ShapeDtypeStruct(shape, self._storage, sharding=self._whole)
+            insert[run] = program(insert_group, self._cache[0], blocks, where, donate=[0])
         return _Programs(
             embed=embed,
             group=group,
@@ -338,6 +367,15 @@ class JaxPrefillEngine:
             greedy=program(functools.partial(draw_greedy, cfg, platform), self._head_params, row),
             sampled=program(functools.partial(draw_sampled, cfg, platform), self._head_params, row, draw),
         )
+
+    def _side_by_side(self, step: Callable[..., Any], given: Any, returned: Any) -> Callable[..., Any]:
+        """`step` as each device runs it on its part; specs are of its arguments and results."""
+        mesh = self._whole.mesh
+        return jax.shard_map(step, mesh=mesh, in_specs=given, out_specs=returned, check_vma=False)
+
+    def _where(self, first: int, second: int = 0, third: int = 0) -> jax.Array:
+        """The integers that a program takes, `[3]`, on every device."""
+        return jax.device_put(np.array([first, second, third], np.int32), self._whole)
 
     @property
     def _compiled(self) -> _Programs:
