@@ -50,14 +50,11 @@ def write_pages(pages: Pages, new: jax.Array, slot: jax.Array, first_page: jax.A
     return lax.dynamic_update_slice(pages, new[None], (slot, first_page, zero, zero, zero, zero))
 
 
-def write_rows(
-    pages: Pages, keys: jax.Array, values: jax.Array, positions: jax.Array, active: jax.Array
-) -> Pages:
-    """Put one token's keys and values `[b, K, H]` per slot at `positions` `[b]`; inactive slots stay."""
+def write_rows(pages: Pages, both: jax.Array, positions: jax.Array, active: jax.Array) -> Pages:
+    """Put one token's keys and values `[b, K, 2, H]` per slot at `positions` `[b]`; inactive slots stay."""
     Z, b = pages.shape[4], positions.shape[0]
-    rows = jnp.stack([keys, values], axis=2)  # [b, K, 2, H]
     page = jnp.where(active, positions // Z, pages.shape[1])  # past the end: dropped
-    return pages.at[jnp.arange(b), page, :, :, positions % Z].set(rows, mode="drop", unique_indices=True)
+    return pages.at[jnp.arange(b), page, :, :, positions % Z].set(both, mode="drop", unique_indices=True)
 
 
 def read_pages(

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.sharding import Sharding
 
-from models import attention, cache, rope, rows
+from models import attention, cache, rope, split
 from models.cache import Pages
 from models.config import LlamaConfig
 from models.platform import Platform
@@ -100,16 +99,11 @@ def _named_leaves(tree: Params) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def prepare(
-    cfg: LlamaConfig, params: Params, dtype: str, platform: Platform, placement: jax.Device | Sharding | None = None
-) -> Params:
-    """Host parameters → the pytree the steps take, where `placement` says: `embed` in storage dtype, and `lm_head`
-    always present."""
+def prepare(cfg: LlamaConfig, params: Params, dtype: str, platform: Platform) -> Params:
+    """Host parameters → the host pytree the steps take: `embed` in storage dtype, and `lm_head` always present."""
     check_params(cfg, params, dtype)
-    table = np.asarray(params["embed"])
-    head = params.get("lm_head", params["embed"])
-    prepared = {**params, "embed": table.view(platform.storage_dtype(dtype)), "lm_head": head}
-    return jax.tree.map(lambda a: jax.device_put(a, placement), prepared)
+    table = np.asarray(params["embed"]).view(platform.storage_dtype(dtype))
+    return {**params, "embed": table, "lm_head": params.get("lm_head", params["embed"])}
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -132,25 +126,57 @@ def prefill_group(
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
     """One layer group over a tile of one slot, at positions start …, of which `num_valid` rows count.
 
-    `x` `[T/n, D]` are this device's rows (see `models.rows`; n = `num_devices`, and above one this runs
-    inside a `shard_map` over `rows.AXIS`). Returns the new `x`, the group's cache (pass the old one donated)
-    and the whole tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start`
-    is a multiple of Z, and the cache has room for M pages there.
+    `x` `[T/n, D]` are this device's rows as `split.dealt` has them, n = `num_devices`; above one, this runs
+    inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the whole
+    tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a multiple
+    of Z, and the cache has room for M pages there.
     """
-    firsts = [start + offset for offset in rows.first_offsets(x.shape[0], num_devices)]
+    firsts = [start + offset for offset in split.first_offsets(x.shape[0], num_devices)]
     run = jnp.arange(x.shape[0] // len(firsts), dtype=jnp.int32)
     cos, sin = rope.rotation(cfg, jnp.concatenate([first + run for first in firsts]))
     run_pages = platform.prefill_pages(cfg, x.shape[0] // len(firsts))
+    layout = _Layout(cfg, platform, order=num_devices)
     group, blocks = list(group), []
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(cfg, platform, layer, x, cos, sin)
-            both = rows.gather(cache.to_storage(jnp.stack([k, v], axis=2), group[i].dtype), num_devices)
-            new = cache.to_pages(cfg, both, num_valid)
-            group[i] = cache.write_pages(group[i], new, slot, start // cfg.block_tokens)
+            q, k, v = _project(layout, layer, x, cos, sin)
+            both = split.gather_rows(_stored(k, v, group[i]), num_devices)
+            blocks.append(cache.to_pages(cfg, both, num_valid))
+            group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
             mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages)
-            x = _finish_layer(cfg, platform, layer, x, mixed)
-            blocks.append(new)
+            x = _finish_layer(layout, layer, x, mixed.reshape(x.shape[0], -1))
+    return x, group, jnp.stack(blocks, axis=1)
+
+
+def prefill_group_by_columns(
+    cfg: LlamaConfig,
+    platform: Platform,
+    num_devices: int,
+    layers: list[Params],
+    x: jax.Array,
+    group: list[Pages],
+    slot: jax.Array,
+    start: jax.Array,
+    num_valid: jax.Array,
+) -> tuple[jax.Array, list[Pages], jax.Array]:
+    """`prefill_group` for a tile of few rows: `x` is the whole tile `[T, D]`, `layers` this device's shares
+    (`split.share_columns`)."""
+    T = x.shape[0]
+    cos, sin = rope.rotation(cfg, start + jnp.arange(T, dtype=jnp.int32))
+    rows = T // num_devices
+    first = lax.axis_index(split.AXIS).astype(jnp.int32) * rows
+    run_pages = platform.prefill_pages(cfg, rows)
+    layout = _Layout(cfg, platform, shares=num_devices)
+    group, blocks = list(group), []
+    for i, layer in enumerate(layers):
+        with jax.named_scope(f"layer_{i}"):
+            q, k, v = _project(layout, layer, x, cos, sin)
+            blocks.append(cache.to_pages(cfg, _stored(k, v, group[i]), num_valid))
+            group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
+            own = lax.dynamic_slice_in_dim(q, first, rows)
+            mixed = attention.tile_attention(own, [start + first], group[i], slot, platform, run_pages)
+            mixed = lax.all_gather(mixed.reshape(rows, -1), split.AXIS, tiled=True)
+            x = _finish_layer(layout, layer, x, mixed)
     return x, group, jnp.stack(blocks, axis=1)
 
 
@@ -170,15 +196,15 @@ def decode_group(
     """
     cos, sin = rope.rotation(cfg, positions)
     longest = jnp.where(active, positions + 1, 0).max()
+    run_pages = platform.decode_pages(cfg, x.shape[0])
+    layout = _Layout(cfg, platform)
     group = list(group)
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(cfg, platform, layer, x, cos, sin)
-            k, v = cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype)
-            group[i] = cache.write_rows(group[i], k, v, positions, active)
-            run_pages = platform.decode_pages(cfg, x.shape[0])
+            q, k, v = _project(layout, layer, x, cos, sin)
+            group[i] = cache.write_rows(group[i], _stored(k, v, group[i]), positions, active)
             mixed = attention.decode_attention(q, group[i], positions, longest, platform, run_pages)
-            x = _finish_layer(cfg, platform, layer, x, mixed)
+            x = _finish_layer(layout, layer, x, mixed.reshape(x.shape[0], -1))
     return x, group
 
 
@@ -210,28 +236,43 @@ def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)[None]
 
 
+class _Layout(NamedTuple):
+    """How the weights lie before a step: this device's one of `shares` of the columns, or all of them in the `order`
+    that so many shares need (see `split.share_columns`)."""
+
+    cfg: LlamaConfig
+    platform: Platform
+    shares: int = 1
+    order: int = 1
+
+
 def _project(
-    cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
+    layout: _Layout, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
+    cfg = layout.cfg
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    heads = linear(platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"]).reshape(
-        -1, N + 2 * K, H
-    )
+    columns = linear(layout.platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"])
+    heads = split.gather_columns(columns, layout.shares).reshape(-1, N + 2 * K, H)
     turned = rope.rotate(heads[:, : N + K], cos, sin)
     dtype = layer["qkv"].dtype
     return turned[:, :N], turned[:, N:].astype(dtype), heads[:, N + K :].astype(dtype)
 
 
-def _finish_layer(
-    cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, mixed: jax.Array
-) -> jax.Array:
-    """Output projection of attention `mixed` `[T, N, H]`, and the gated MLP, each added to the residual `x`."""
-    x = x + linear(platform, mixed.reshape(x.shape[0], -1), layer["out"])
-    gate, up = jnp.split(
-        linear(platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1
-    )
-    return x + linear(platform, jax.nn.silu(gate) * up, layer["down"])
+def _stored(keys: jax.Array, values: jax.Array, pages: Pages) -> jax.Array:
+    """Keys and values `[T, K, H]` as the cache keeps them, `[T, K, 2, H]`."""
+    return cache.to_storage(jnp.stack([keys, values], axis=2), pages.dtype)
+
+
+def _finish_layer(layout: _Layout, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
+    """Output projection of attention `mixed` `[T, N·H]`, and the gated MLP, each added to the residual `x`."""
+    platform, shares = layout.platform, layout.shares
+    x = x + split.gather_columns(linear(platform, mixed, layer["out"]), shares)
+    both = linear(platform, norm(x, layer["mlp_norm"], layout.cfg.norm_eps), layer["gate_up"])
+    both = both.reshape(x.shape[0], layout.order, 2, -1)
+    hidden = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]).reshape(x.shape[0], -1)
+    hidden = split.gather_columns(hidden.astype(layer["down"].dtype), shares)
+    return x + split.gather_columns(linear(platform, hidden, layer["down"]), shares)
 
 
 def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ class Platform:
     weights_first_rows: int  # up to here weights are a dot's left operand: XLA:CPU repacks the right one
     short_exp2: bool  # for bf16 attention weights, an exp2 that is exact to bf16 and no further
     tile_tokens: int  # the largest prefill tile
+    tile_tokens_by_columns: int  # up to here several devices split a tile's columns, not its rows
     attention_rows: int  # the most query tokens of one step of online softmax in prefill
     prefill_key_tokens: tuple[int, int]  # keys of such a step: at least, at most
     prefill_scores: int  # queries times keys of a step, between these bounds
@@ -52,6 +53,7 @@ CPU = Platform(
     weights_first_rows=64,
     short_exp2=True,
     tile_tokens=512,
+    tile_tokens_by_columns=64,
     attention_rows=128,
     prefill_key_tokens=(128, 2048),
     prefill_scores=128 * 128,
@@ -64,6 +66,7 @@ ACCELERATOR = Platform(
     weights_first_rows=0,
     short_exp2=False,
     tile_tokens=2048,
+    tile_tokens_by_columns=0,
     attention_rows=2048,
     prefill_key_tokens=(1024, 1024),
     prefill_scores=2048 * 1024,

@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvstore.block import BlockFormat
-from models import cache, llama, rows, sampling
+from models import cache, llama, sampling, split
 from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.engine.mesh import EngineMesh
 from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
 
@@ -59,9 +59,9 @@ def block_format(cfg: LlamaConfig, dtype: str) -> BlockFormat:
 class JaxPrefillEngine:
     """`mooncake_jax.engine.contract.PrefillEngine` on JAX. Owned by one thread.
 
-    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). The rows of a
-    tile are dealt to `devices` (a power of two of them; None: the first one), as `models.rows` says: every
-    device has all weights and a cache of its own, and only one reads what the host wants.
+    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). A tile is
+    split over `devices` (a power of two of them; None: the first one) as `models.split` says: every device
+    has all weights and a cache of its own.
     """
 
     def __init__(
@@ -90,25 +90,24 @@ class JaxPrefillEngine:
         self._cfg = cfg
         self._platform = platform or platforms.current()
         Z = cfg.block_tokens
-        devices = list(devices or jax.local_devices()[:1])
-        self._num_devices = len(devices)
-        mesh = Mesh(np.array(devices), (rows.AXIS,))
-        self._whole, self._dealt = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(rows.AXIS))
+        self._mesh = EngineMesh(devices)
+        n = self._mesh.num_devices
         self.tile_tokens = -(-min(self._platform.tile_tokens, max_tokens) // Z) * Z
         self._tiles = buckets(min(_SMALLEST_TILE, self.tile_tokens), self.tile_tokens)
-        self._orders = {tile: rows.dealt(tile, len(devices)) for tile in self._tiles}
-        params = llama.prepare(cfg, params, dtype, self._platform, self._whole)
-        self._embedding = params["embed"]
-        self._head_params = {
-            "final_norm": params["final_norm"].addressable_data(0),
-            "lm_head": params["lm_head"].addressable_data(0),
-        }
+        self._orders = {tile: split.dealt(tile, 1 if self._by_columns(tile) else n) for tile in self._tiles}
+        params = llama.prepare(cfg, params, dtype, self._platform)
+        self._embedding = self._mesh.put(params["embed"])
+        head = {name: params[name] for name in ("final_norm", "lm_head")}
+        self._head_params = jax.device_put(head, self._mesh.mesh.devices[0])
         size = cfg.layers_per_group
-        self._layers = [params["layers"][i : i + size] for i in range(0, cfg.num_layers, size)]
+        layers = split.share_columns(params["layers"], n)
+        groups = [layers[i : i + size] for i in range(0, cfg.num_layers, size)]
+        self._layers = [jax.tree.map(self._mesh.put, group) for group in groups]
+        self._layer_shares = [split_group(self._mesh, group) for group in groups]
         self._storage = self._platform.storage_dtype(dtype)
-        run = max(self._platform.prefill_pages(cfg, tile) for tile in self._tiles)
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
-        self._num_pages = -(-pages // run) * run
+        runs = [self._platform.prefill_pages(cfg, self._rows_of_a_run(tile)) for tile in self._tiles]
+        self._num_pages = max(-(-pages // run) * run for run in runs)  # attention reads whole runs of pages
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
         self._staging = [np.full(prefix_shape, 0, self.format.item_dtype) for _ in range(2)]  # touched
@@ -169,15 +168,14 @@ class JaxPrefillEngine:
         if targets.shape != tokens.shape:
             raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
         with self._guard():
-            x, where = self._embed(tokens), self._where(slot, start, tokens.size)
+            x, where = self._embed(tokens), self._mesh.numbers(slot, start, tokens.size)
             for group in range(self.format.num_groups):
                 x, _ = self._dispatch(group, x, where)
             self._filled[slot] = start + tokens.size
             padded = np.zeros(x.shape[0], np.int32)
             padded[: targets.size] = targets
-            order = self._orders[x.shape[0]]
             whole = np.empty(x.shape, np.float32)
-            whole[order] = np.asarray(x)
+            whole[self._orders[x.shape[0]]] = np.asarray(x)
             scores = self._score(self._head_params, whole, padded)
             return TokenScores(*(np.asarray(part)[: targets.size] for part in scores))
 
@@ -220,7 +218,7 @@ class JaxPrefillEngine:
                 jax.block_until_ready(
                     self._cache
                 )  # an abandoned call may still be reading the staging arrays
-            x, where = self._embed(tokens), self._where(slot, start, tokens.size)
+            x, where = self._embed(tokens), self._mesh.numbers(slot, start, tokens.size)
         for group in range(self.format.num_groups):
             prefix: Sequence[np.ndarray] = []
             if load is not None:
@@ -248,14 +246,24 @@ class JaxPrefillEngine:
         tile = next(size for size in self._tiles if size >= tokens.size)
         padded = np.zeros(tile, np.int32)
         padded[: tokens.size] = tokens
-        dealt = jax.device_put(padded[self._orders[tile]], self._dealt)
-        return self._compiled.embed[tile](self._embedding, dealt)
+        put = self._mesh.put if self._by_columns(tile) else self._mesh.put_parts
+        return self._compiled.embed[tile](self._embedding, put(padded[self._orders[tile]]))
 
     def _dispatch(self, group: int, x: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, self._cache[group], blocks = self._compiled.group[x.shape[0]](
-            self._layers[group], x, self._cache[group], where
+        tile = x.shape[0]
+        layers = self._layer_shares if self._by_columns(tile) else self._layers
+        x, self._cache[group], blocks = self._compiled.group[tile](
+            layers[group], x, self._cache[group], where
         )
         return x, blocks
+
+    def _rows_of_a_run(self, tile: int) -> int:
+        """How many rows of a tile follow one another on one device."""
+        n = self._mesh.num_devices
+        return tile // n if self._by_columns(tile) or n == 1 else tile // (2 * n)
+
+    def _by_columns(self, tile: int) -> bool:
+        return self._mesh.num_devices > 1 and tile <= self._platform.tile_tokens_by_columns
 
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
         with self._guard():
@@ -265,7 +273,7 @@ class JaxPrefillEngine:
     def _draw(self, x: jax.Array, row: int, sample: Sampling) -> tuple[jax.Array, jax.Array]:
         tile = x.shape[0]
         place = int(np.flatnonzero(self._orders[tile] == row)[0])
-        last = self._compiled.last[tile](x, self._where(place)).addressable_data(0)
+        last = self._compiled.last[tile](x, self._mesh.numbers(place)).addressable_data(0)
         if sample.temperature == 0.0:
             return self._compiled.greedy(self._head_params, last)
         draw = sampling.Draw(
@@ -300,8 +308,10 @@ class JaxPrefillEngine:
         for run in binary_runs(len(blocks), self._load_blocks):
             for i in range(first, first + run):
                 staging[i] = blocks[i]
-            part = jax.device_put(staging[first : first + run].view(self._storage), self._whole)
-            self._cache[group] = self._compiled.insert[run](self._cache[group], part, self._where(slot, first))
+            part = self._mesh.put(staging[first : first + run].view(self._storage))
+            self._cache[group] = self._compiled.insert[run](
+                self._cache[group], part, self._mesh.numbers(slot, first)
+            )
             first += run
 
     @contextmanager
@@ -322,34 +332,40 @@ class JaxPrefillEngine:
         shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [jax.device_put(np.full(shape, 0, self._storage), self._whole) for _ in layers]
+            [self._mesh.put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
             for _ in range(self.format.num_groups)
         ]
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
 
     def _compile(self) -> _Programs:
         cfg, platform = self._cfg, self._platform
-        where, row = self._where(0), jax.ShapeDtypeStruct((1, cfg.d_model), jnp.float32)
+        where, row = self._mesh.numbers(0), jax.ShapeDtypeStruct((1, cfg.d_model), jnp.float32)
         draw = sampling.Draw(*(np.zeros(1, dtype) for dtype in sampling.DRAW_DTYPES))
-        whole, dealt = self._whole.spec, self._dealt.spec
-        group_step = self._side_by_side(
-            lambda layers, x, pages, where: llama.prefill_group(
-                cfg, platform, self._num_devices, layers, x, pages, where[0], where[1], where[2]
-            ),
-            (whole, dealt, whole, whole),
-            (dealt, whole, whole),
-        )
-        embed_rows = self._side_by_side(llama.embed, (whole, dealt), dealt)
+        mesh, whole, parts = self._mesh, EngineMesh.WHOLE, EngineMesh.PARTS
+
+        def group_step(step: Callable[..., Any], layers: Any, x: Any) -> Callable[..., Any]:
+            def run(layers: Any, x: jax.Array, pages: Any, where: jax.Array) -> Any:
+                return step(cfg, platform, mesh.num_devices, layers, x, pages, where[0], where[1], where[2])
+
+            return mesh.side_by_side(run, (layers, x, whole, whole), (x, whole, whole))
+
+        by_rows = group_step(llama.prefill_group, whole, parts)
+        by_columns = group_step(llama.prefill_group_by_columns, share_specs(self._layers[0]), whole)
         embed, group, last = {}, {}, {}
         for tile in self._tiles:
-            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32, sharding=self._dealt)
-            tokens = jax.ShapeDtypeStruct((tile,), jnp.int32, sharding=self._dealt)
-            embed[tile] = program(embed_rows, self._embedding, tokens)
-            group[tile] = program(group_step, self._layers[0], x, self._cache[0], where, donate=[2])
-            last[tile] = program(
-                lambda x, where: lax.dynamic_slice_in_dim(x, where[0], 1), x, where, out_shardings=self._whole
+            columns = self._by_columns(tile)
+            placed, spec = (mesh.whole, whole) if columns else (mesh.parts, parts)
+            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32, sharding=placed)
+            tokens = jax.ShapeDtypeStruct((tile,), jnp.int32, sharding=placed)
+            embed[tile] = program(
+                mesh.side_by_side(llama.embed, (whole, spec), spec), self._embedding, tokens
             )
-        insert_group = self._side_by_side(
+            step, layers = (by_columns, self._layer_shares[0]) if columns else (by_rows, self._layers[0])
+            group[tile] = program(step, layers, x, self._cache[0], where, donate=[2])
+            last[tile] = program(
+                lambda x, where: lax.dynamic_slice_in_dim(x, where[0], 1), x, where, out_shardings=mesh.whole
+            )
+        insert_group = mesh.side_by_side(
             lambda pages, blocks, where: cache.insert_blocks(pages, blocks, where[0], where[1]),
             (whole, whole, whole),
             whole,
@@ -357,7 +373,7 @@ class JaxPrefillEngine:
         insert = {}
         for run in buckets(1, self._load_blocks):
             shape = (run, *self.format.group_shape)
-            blocks = jax.ShapeDtypeStruct(shape, self._storage, sharding=self._whole)
+            blocks = jax.ShapeDtypeStruct(shape, self._storage, sharding=mesh.whole)
             insert[run] = program(insert_group, self._cache[0], blocks, where, donate=[0])
         return _Programs(
             embed=embed,
@@ -368,20 +384,21 @@ class JaxPrefillEngine:
             sampled=program(functools.partial(draw_sampled, cfg, platform), self._head_params, row, draw),
         )
 
-    def _side_by_side(self, step: Callable[..., Any], given: Any, returned: Any) -> Callable[..., Any]:
-        """`step` as each device runs it on its part; specs are of its arguments and results."""
-        mesh = self._whole.mesh
-        return jax.shard_map(step, mesh=mesh, in_specs=given, out_specs=returned, check_vma=False)
-
-    def _where(self, first: int, second: int = 0, third: int = 0) -> jax.Array:
-        """The integers that a program takes, `[3]`, on every device."""
-        return jax.device_put(np.array([first, second, third], np.int32), self._whole)
-
     @property
     def _compiled(self) -> _Programs:
         if self._programs is None:
             raise RuntimeError("prefill engine: call warm_up() before the first use")
         return self._programs
+
+
+def share_specs(group: list[llama.Params]) -> list[dict[str, Any]]:
+    """Which of a group's parameters are cut over the devices: matrices are, norms are whole."""
+    return jax.tree.map(lambda weight: EngineMesh.PARTS if weight.ndim == 2 else EngineMesh.WHOLE, group)
+
+
+def split_group(mesh: EngineMesh, group: list[llama.Params]) -> list[llama.Params]:
+    """A group's host parameters as shares on the devices; they alias what is whole there, where memory allows."""
+    return jax.tree.map(lambda weight: (mesh.put_parts if weight.ndim == 2 else mesh.put)(weight), group)
 
 
 def draw_greedy(

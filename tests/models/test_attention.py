@@ -72,7 +72,7 @@ def test_write_rows_leaves_inactive_slots_alone():
     pages = filled_pages(20)
     rows = np.ones((3, K, H), np.float32)
     positions, active = np.array([5, 20, 7], np.int32), np.array([False, True, False])
-    new = np.asarray(jax.jit(cache.write_rows)(pages, rows, rows * 2, positions, active))
+    new = np.asarray(jax.jit(cache.write_rows)(pages, np.stack([rows, rows * 2], axis=2), positions, active))
     changed = np.argwhere((new != np.asarray(pages)).any(axis=(2, 3, 5)))
     assert changed.tolist() == [[1, 20 // Z, 20 % Z]]
     assert (new[1, 1, :, 0, 4] == 1).all()
