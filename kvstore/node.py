@@ -60,6 +60,7 @@ class Reservation:
         self.segment = segment
         self.accepted: list[bool] = [block is not None for block in outcome.blocks]
         self.reasons: list[Refusal] = outcome.refusals  # "" where accepted
+        self.permit = handle  # for peers that write into `segment`
 
     def buffer(self, index: int) -> memoryview:
         """The bytes of the slot to write, `[nbytes]`."""
@@ -81,9 +82,9 @@ class Reservation:
         self._store.commit(self._handle, index, crcs, verify=False)
 
     def close(self) -> None:
-        """Free what was not committed."""
+        """Free what was not committed; a slot into which a peer is writing at this moment, when that has ended."""
         if not self._store.closed:
-            self._store.abort(self._handle, settled=True)
+            self._store.abort(self._handle)
 
     def __enter__(self) -> Reservation:
         return self
@@ -156,10 +157,10 @@ class Node:
         layout = SlotLayout.fitting(config.dram_nbytes, config.slot_nbytes)
         self._buffer = SharedBuffer(f"{config.name}-slots", layout.nbytes)
         self._segment_name = f"slots/{config.name}/{self.epoch:x}"
+        self._store = SlotStore(self._buffer.array, layout)
         self.segment = engine.register_local_memory(
-            self._buffer.array, name=self._segment_name, shm_path=self._buffer.path
+            self._buffer.array, name=self._segment_name, shm_path=self._buffer.path, guard=self._store
         )
-        self._store = SlotStore(self._buffer.array, layout, rest_seconds=config.lease_seconds)
         self._announcer: Announcer | None = None
         self._closed = False
 
@@ -219,7 +220,7 @@ class Node:
         return self._store.remove(keys)
 
     def stats(self) -> dict[str, int]:
-        """Slots by state (free, reserved, resting, committed, removed), leases, evicted and corrupt blocks."""
+        """Slots by state (free, reserved, draining, committed, removed), leases, evicted and corrupt blocks."""
         return self._store.stats()
 
     def validate(self) -> None:

@@ -40,7 +40,7 @@ class NodeService:
 
     def abort(self, request: m.HandleRequest) -> Empty:
         self._check_epoch(request.epoch)
-        self._store.abort(request.handle, settled=False)
+        self._store.abort(request.handle)
         return Empty()
 
     def lease(self, request: m.NodeKeys) -> m.LeaseReply:
