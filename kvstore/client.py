@@ -45,6 +45,7 @@ class Client:
         self._timeout_seconds = timeout_seconds
         self._locator = Locator(directory_address, self.replica, host_id=engine.peer.host_id)
         self._peers = Peers(_NODE_SECONDS)
+        self.replica.subscribe(self._peers)
         self._counter_lock = threading.Lock()
         self._counters: Counter[str] = Counter()
 

@@ -102,6 +102,15 @@ def test_a_write_that_comes_after_its_slot_was_given_to_another_key_is_refused(s
         writer.commit()
 
 
+def test_a_reservation_is_over_in_its_time_though_nobody_has_called_the_node_since(scene):
+    store, home, writer = scene()
+    now = store.node._store._clock()
+    store.node._store._clock = lambda: now + 10.1
+    writer.send()
+    assert writer.answer()[0] == wire.REFUSED
+    assert home.put([NEW], [GOOD]) == ["stored"]
+
+
 def test_a_write_that_comes_while_another_writer_has_the_slot_is_refused(scene):
     store, home, writer = scene()
     writer.abort()
