@@ -1,14 +1,9 @@
 """The global KVCache store: `Directory` (who holds what), `Node` (DRAM slots), `Client` (put, get, remove)."""
 
 from kvstore.block import BlockFormat, chain_keys, root_key
-from kvstore.client import Client
-from kvstore.directory import Directory
-from kvstore.handles import Lease, Reservation
-from kvstore.index import PrefixIndex, PrefixMatch
-from kvstore.node import Node, NodeConfig
-from kvstore.remote_lease import RemoteLease
-from kvstore.remote_put import PutResult
-from kvstore.watch import DirectoryReplica, ReplicaListener
+from kvstore.client import Client, PutResult, RemoteLease
+from kvstore.directory import Directory, DirectoryReplica, PrefixIndex, PrefixMatch, ReplicaListener
+from kvstore.node import Lease, Node, NodeConfig, Reservation
 
 __all__ = [
     "BlockFormat",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvstore import messages as m
 from kvstore.errors import InvalidError, StaleError
+from kvstore.node.slots import Block
+from kvstore.node.store import SlotStore
 from kvstore.rpc import Empty
-from kvstore.slots import Block
-from kvstore.store import SlotStore
 
 
 class NodeService:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvstore import messages as m
+from kvstore.client.remote_put import put_on
 from kvstore.errors import InvalidError, StaleError
-from kvstore.remote_put import put_on
 from kvstore.rpc import Stub
 from kvstore.transfer import READ, WRITE, TransferError, TransferRequest
 from kvstore.transfer.transport import wire

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.errors import InvalidError, StaleError
-from kvstore.slots import Block, SlotPool
+from kvstore.node.slots import Block, SlotPool
 
 
 def key(number: int) -> bytes:

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvstore.errors import InvalidError, StaleError
-from kvstore.eviction import LeastRecent, Stamp
 from kvstore.messages import Refusal
+from kvstore.node.eviction import LeastRecent, Stamp
 
 _NEVER_USED = Stamp(0, 0)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.changes import Changes
 from kvstore.errors import InvalidError, StoreError, UnavailableError
 from kvstore.messages import MAX_PARTS
+from kvstore.node.changes import Changes
+from kvstore.node.slots import Block, ReserveOutcome, SlotPool
 from kvstore.parts import num_parts, part_crcs
-from kvstore.slots import Block, ReserveOutcome, SlotPool
 from kvstore.transfer import TransferError
 
 _PAGE_NBYTES = 4096

@@ -9,8 +9,8 @@ from typing import Self
 
 from kvstore.errors import InvalidError, UnavailableError
 from kvstore.messages import Refusal
-from kvstore.slots import Block, ReserveOutcome
-from kvstore.store import SlotStore
+from kvstore.node.slots import Block, ReserveOutcome
+from kvstore.node.store import SlotStore
 from kvstore.transfer.segment import Segment
 
 

@@ -8,14 +8,14 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.announcer import Announcer
 from kvstore.arguments import check_keys
 from kvstore.errors import InvalidError
-from kvstore.handles import Lease, Reservation
 from kvstore.messages import NODE, NodeInfo
-from kvstore.node_service import NodeService
+from kvstore.node.announcer import Announcer
+from kvstore.node.handles import Lease, Reservation
+from kvstore.node.service import NodeService
+from kvstore.node.store import SlotLayout, SlotStore
 from kvstore.rpc import Service
-from kvstore.store import SlotLayout, SlotStore
 from kvstore.transfer import TransferEngine, TransferError
 from kvstore.transfer.transport.shm import SharedBuffer
 

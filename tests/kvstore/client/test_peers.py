@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.client.peers import Peers
 from kvstore.errors import UnavailableError
 from kvstore.messages import NodeInfo, NodeKeys
-from kvstore.peers import Peers
 from kvstore.transfer import Peer, Segment
 
 

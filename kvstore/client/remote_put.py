@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+from kvstore.client.onesided import move
 from kvstore.errors import StoreError
 from kvstore.messages import CommitItem, CommitRequest, HandleRequest, NodeInfo, NodeReserve, ReserveReply
-from kvstore.onesided import move
 from kvstore.parts import part_crcs
 from kvstore.rpc import Stub
 from kvstore.transfer import WRITE, TransferEngine
