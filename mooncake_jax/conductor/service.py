@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore.block import chain_keys, root_key
+from kvstore.directory import DirectoryReplica, PrefixMatch
 from kvstore.errors import UnavailableError
-from kvstore.index import PrefixMatch
 from kvstore.rpc import Empty, Service
-from kvstore.watch import DirectoryReplica
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord
@@ -29,7 +28,7 @@ from mooncake_jax.request import Placement
 
 
 class PrefixSource(Protocol):
-    """Who holds which blocks; thread-safe. `kvstore.watch.DirectoryReplica` is one."""
+    """Who holds which blocks; thread-safe. `kvstore.directory.DirectoryReplica` is one."""
 
     def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]: ...
 

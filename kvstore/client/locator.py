@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.client.recent import RecentKeys
+from kvstore.directory.replica import DirectoryReplica
 from kvstore.errors import StoreError
 from kvstore.messages import DIRECTORY, MAX_BATCH_KEYS, LookupRequest, NodeInfo, NodeLoad
-from kvstore.recent import RecentKeys
 from kvstore.rpc import Empty, Stub
-from kvstore.watch import DirectoryReplica
 
 _RECENT_SECONDS = 2.0  # by then the stream has caught up
 _LOADS_SECONDS = 0.5  # how long the nodes' free slots are believed

@@ -223,16 +223,15 @@ def test_a_dead_writers_keys_can_be_put_after_its_lease(cluster, eventually):
     stub.close()
 
 
-def test_a_write_that_breaks_gives_its_slots_back_after_a_rest(cluster, eventually):
-    nodes = [cluster.node(name, lease_seconds=0.2).node for name in "ab"]
+def test_a_write_that_breaks_gives_its_slots_back(cluster):
+    nodes = [cluster.node(name).node for name in "ab"]
     faults = Faults(dead=True, only=lambda r: r.opcode == WRITE)
     client = cluster.client(faults=faults)
     keys, data = blocks(3)
     assert client.put(keys, data) == ["failed"] * 3
     assert client.exists(keys, fresh=True) == [False] * 3
     assert [node.stats()["reserved"] for node in nodes] == [0, 0]
-    assert [node.stats()["resting"] for node in nodes] == [3, 3]
-    eventually(lambda: all(node.stats()["free"] == 8 for node in nodes))
+    assert [node.stats()["free"] for node in nodes] == [8, 8]
     faults.dead = False
     assert client.put(keys, data) == ["stored"] * 3
 
@@ -344,12 +343,7 @@ def test_a_node_without_a_server_costs_a_miss_not_a_hang(cluster):
     assert client.counters()["missed"] == 1
 
 
-LATE_WRITE = "a remote write that arrives more than a lease late can land in a reused slot"
-
-
-@pytest.mark.parametrize(
-    "lease_seconds", [1.0, pytest.param(0.05, marks=pytest.mark.xfail(reason=LATE_WRITE, strict=False))]
-)
+@pytest.mark.parametrize("lease_seconds", [1.0, 0.05])
 def test_readers_and_writers_on_a_tiny_pool_never_see_wrong_bytes(cluster, lease_seconds):
     """Every object carries its key; the pool holds a quarter of the keys, so slots are rewritten often."""
     a = cluster.node("a", num_slots=6, lease_seconds=lease_seconds)

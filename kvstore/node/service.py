@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvstore import messages as m
 from kvstore.errors import InvalidError, StaleError
+from kvstore.node.slots import Block
+from kvstore.node.store import SlotStore
 from kvstore.rpc import Empty
-from kvstore.slots import Block
-from kvstore.store import SlotStore
 
 
 class NodeService:
@@ -40,7 +40,7 @@ class NodeService:
 
     def abort(self, request: m.HandleRequest) -> Empty:
         self._check_epoch(request.epoch)
-        self._store.abort(request.handle, settled=False)
+        self._store.abort(request.handle)
         return Empty()
 
     def lease(self, request: m.NodeKeys) -> m.LeaseReply:

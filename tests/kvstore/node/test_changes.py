@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.changes import Changes
+from kvstore.node.changes import Changes
 
 A, B, C = (bytes([n]) * 16 for n in (1, 2, 3))
 

@@ -8,8 +8,8 @@ import time
 
 from kvstore.errors import InvalidError, StaleError, StoreError
 from kvstore.messages import DIRECTORY, MAX_BATCH_KEYS, Announce, NodeBeat, NodeId, NodeInfo
+from kvstore.node.store import SlotStore
 from kvstore.rpc import Stub
-from kvstore.store import SlotStore
 
 _BATCHING_SECONDS = 0.003  # changes that come close together travel together
 _CALL_SECONDS = 2.0

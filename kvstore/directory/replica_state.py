@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.directory.index import PrefixIndex
 from kvstore.errors import InternalError
-from kvstore.index import PrefixIndex
 from kvstore.messages import Forgotten, Joined, KeysChanged, NodeInfo, WatchBatch, WatchEvent, WatchRequest
 
 

@@ -11,10 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.errors import StaleError
-from kvstore.slots import SlotPool
-
-REST = 4.0
+from kvstore.errors import InvalidError, StaleError
+from kvstore.node.slots import Block, SlotPool
 
 
 def key(number: int) -> bytes:
@@ -27,7 +25,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 @pytest.fixture
 def pool():
-    pool = SlotPool(np.zeros(4, np.uint64), 100, rest_seconds=REST)
+    pool = SlotPool(np.zeros(4, np.uint64), 100)
     yield pool
     pool.validate()
 
@@ -36,7 +34,12 @@ def put(pool: SlotPool, handle: int, *numbers: int) -> None:
     outcome = pool.reserve(handle, keys(*numbers), 100, 50)
     for index, block in enumerate(outcome.blocks):
         assert block is not None
-        pool.commit(handle, index, (1, 2))
+        commit(pool, handle, index, (1, 2))
+
+
+def commit(pool: SlotPool, handle: int, index: int, crcs: tuple[int, ...]) -> Block:
+    pool.seal(pool.pending(handle, index))
+    return pool.commit(handle, index, crcs)
 
 
 def held(pool: SlotPool) -> set[int]:
@@ -48,19 +51,19 @@ def test_a_key_is_visible_from_commit_on(pool: SlotPool):
     pool.reserve(1, keys(7), 100, 50)
     assert pool.exists(keys(7)) == [False]
     assert pool.lease(2, keys(7)) == [None]
-    block = pool.commit(1, 0, (1, 2))
+    block = commit(pool, 1, 0, (1, 2))
     assert pool.exists(keys(7)) == [True]
     assert block.crcs == (1, 2)
 
 
 def test_generations_are_odd_under_write_and_never_repeat():
     generations = np.zeros(1, np.uint64)
-    pool = SlotPool(generations, 100, rest_seconds=REST)
+    pool = SlotPool(generations, 100)
     seen = []
     for handle in range(3):
         pool.reserve(handle, keys(handle), 100, 100)
         seen.append(int(generations[0]))
-        pool.commit(handle, 0, (0,))
+        commit(pool, handle, 0, (0,))
         seen.append(int(generations[0]))
     assert seen == [1, 2, 3, 4, 5, 6]
     pool.reserve(9, keys(9), 100, 100)
@@ -74,7 +77,7 @@ def test_second_writer_and_repeated_key_are_refused(pool: SlotPool):
     second = pool.reserve(2, keys(1, 2), 100, 50)
     assert first.refusals == ["", "writing"]
     assert second.refusals == ["writing", ""]
-    pool.commit(1, 0, (0, 0))
+    commit(pool, 1, 0, (0, 0))
     assert pool.reserve(3, keys(1), 100, 50).refusals == ["present"]
 
 
@@ -140,16 +143,66 @@ def test_removing_a_leased_key_hides_it_and_keeps_its_slot(pool: SlotPool):
     assert pool.exists(keys(1)) == [True]
 
 
-def test_a_dead_writers_key_is_free_after_its_lease_and_its_slot_after_a_rest(pool: SlotPool):
+def test_a_dead_writers_key_and_slot_are_free_after_its_lease(pool: SlotPool):
     pool.reserve(1, keys(1), 100, 50, expires=10.0)
     pool.expire(9.9)
     assert pool.reserve(2, keys(1), 100, 50).refusals == ["writing"]
     pool.expire(10.0)
-    assert pool.reserve(3, keys(1, 2, 3, 4), 100, 50).refusals == ["", "", "", "no_room"]
+    assert pool.reserve(3, keys(1, 2, 3, 4), 100, 50).refusals == [""] * 4
     with pytest.raises(StaleError, match="not under write"):
         pool.commit(1, 0, (0, 0))
-    pool.expire(10.0 + REST)
-    assert pool.reserve(4, keys(4), 100, 50).refusals == [""]
+
+
+def test_a_slot_drains_while_a_write_into_it_is_arriving(pool: SlotPool):
+    outcome = pool.reserve(1, keys(1, 2), 80, 50, expires=10.0)
+    slots = [block.slot for block in outcome.blocks if block is not None]
+    writes, until = pool.begin_writes(1, [(slots[0], 80), (slots[0], 40)])
+    assert until == 10.0
+    pool.expire(10.0)
+    assert (pool.stats()["reserved"], pool.stats()["draining"], pool.stats()["free"]) == (0, 1, 3)
+    pool.validate()
+    assert pool.reserve(2, keys(1, 2, 3, 4), 100, 50).refusals == ["", "", "", "no_room"]
+    pool.end_writes(writes[:1])
+    assert pool.stats()["draining"] == 1
+    pool.end_writes(writes[1:])
+    assert (pool.stats()["draining"], pool.stats()["free"]) == (0, 1)
+    assert pool.reserve(3, keys(4), 100, 50).refusals == [""]
+
+
+def test_a_write_is_let_in_by_a_live_reservation_into_its_own_slots_only(pool: SlotPool):
+    slot, other = (pool.reserve(h, keys(h), 80, 50, expires=10.0).blocks[0].slot for h in (1, 2))
+    for handle, writes in (
+        (1, [(other, 80)]),
+        (1, [(slot, 80), (other, 80)]),
+        (1, [(99, 1)]),
+        (3, [(slot, 80)]),
+    ):
+        with pytest.raises(StaleError, match="reservation"):
+            pool.begin_writes(handle, writes)
+    with pytest.raises(InvalidError, match="ends at 81"):
+        pool.begin_writes(1, [(slot, 80), (slot, 81)])
+    pool.abort(1)
+    again = pool.reserve(4, keys(1, 5, 6), 80, 50)
+    assert slot in [block.slot for block in again.blocks]
+    with pytest.raises(StaleError, match="is over"):
+        pool.begin_writes(1, [(slot, 80)])
+    assert pool.stats()["draining"] == 0
+
+
+def test_no_write_begins_once_the_bytes_are_being_checked(pool: SlotPool):
+    block = pool.reserve(1, keys(1, 2), 100, 50).blocks[0]
+    writes, _ = pool.begin_writes(1, [(block.slot, 100)])
+    with pytest.raises(InvalidError, match="arriving"):
+        pool.seal(block)
+    pool.end_writes(writes)
+    pool.seal(block)
+    with pytest.raises(StaleError, match="another call"):
+        pool.seal(block)
+    with pytest.raises(StaleError, match="not under write"):
+        pool.begin_writes(1, [(block.slot, 100)])
+    pool.commit(1, 0, (1, 2))
+    with pytest.raises(StaleError, match="not under write"):
+        pool.begin_writes(1, [(block.slot, 100)])
 
 
 def test_a_lease_ends_in_its_time(pool: SlotPool):
@@ -173,7 +226,8 @@ class _Object:
     stamp: tuple[int, int] = (0, 0)
     committed: bool = False
     removed: bool = False
-    resting_until: float = 0.0
+    num_writes: int = 0
+    draining: bool = False
     leases: dict[int, float] = field(default_factory=dict)
 
 
@@ -184,12 +238,13 @@ class SlotModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(np.zeros(self.NUM_SLOTS, np.uint64), 100, rest_seconds=REST)
+        self.pool = SlotPool(np.zeros(self.NUM_SLOTS, np.uint64), 100)
         self.objects: list[_Object] = []
         self.now = 0.0
         self.uses = 0
         self.handles = 0
         self.commit_uses: dict[int, int] = {}
+        self.writes: list[tuple[_Object, list[Block]]] = []
         self.evicted = 0
 
     def _visible(self, k: bytes) -> _Object | None:
@@ -198,7 +253,20 @@ class SlotModel(RuleBasedStateMachine):
         return found[0] if found else None
 
     def _written(self, k: bytes) -> bool:
-        return any(o.key == k and not o.committed and not o.resting_until for o in self.objects)
+        return any(o.key == k and not o.committed and not o.draining for o in self.objects)
+
+    def _pending(self, handle: int, index: int) -> list[_Object]:
+        return [
+            o
+            for o in self.objects
+            if (o.handle, o.index) == (handle, index) and not o.committed and not o.draining
+        ]
+
+    def _give_up(self, o: _Object) -> None:
+        if o.num_writes:
+            o.draining = True
+        else:
+            self.objects.remove(o)
 
     def _new_handle(self) -> int:
         self.handles += 1
@@ -247,34 +315,60 @@ class SlotModel(RuleBasedStateMachine):
             return
         handle = data.draw(st.integers(1, self.handles))
         index = data.draw(st.integers(0, 4))
-        mine = [
-            o
-            for o in self.objects
-            if (o.handle, o.index) == (handle, index) and not o.committed and not o.resting_until
-        ]
+        mine = self._pending(handle, index)
         if not mine:
             with pytest.raises(StaleError):
                 self.pool.commit(handle, index, (1,))
+            return
+        if mine[0].num_writes:
+            with pytest.raises(InvalidError):
+                self.pool.seal(self.pool.pending(handle, index))
             return
         if handle not in self.commit_uses:
             self.uses += 1
             self.commit_uses[handle] = self.uses
         mine[0].committed = True
         mine[0].stamp = (self.commit_uses[handle], -index)
-        self.pool.commit(handle, index, (1,))
+        commit(self.pool, handle, index, (1,))
 
-    @rule(data=st.data(), rest=st.booleans())
-    def abort(self, data: st.DataObject, rest: bool) -> None:
+    @rule(data=st.data())
+    def begin_write(self, data: st.DataObject) -> None:
+        """Into a slot of the pool, with the handle of any reservation there has been."""
         if not self.handles:
             return
         handle = data.draw(st.integers(1, self.handles))
-        mine = [o for o in self.objects if o.handle == handle and not o.committed and not o.resting_until]
+        index = data.draw(st.integers(0, 4))
+        mine = self._pending(handle, index)
+        if mine:
+            slot = self.pool.pending(handle, index).slot
+            blocks, until = self.pool.begin_writes(handle, [(slot, 50)])
+            assert until == mine[0].writing_until
+            mine[0].num_writes += 1
+            self.writes.append((mine[0], blocks))
+        elif not any(self._pending(handle, i) for i in range(5)):
+            for slot in range(self.NUM_SLOTS):
+                with pytest.raises(StaleError):
+                    self.pool.begin_writes(handle, [(slot, 50)])
+
+    @rule(data=st.data())
+    def end_write(self, data: st.DataObject) -> None:
+        if not self.writes:
+            return
+        o, blocks = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
+        o.num_writes -= 1
+        if o.draining and not o.num_writes:
+            self.objects.remove(o)
+        self.pool.end_writes(blocks)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if not self.handles:
+            return
+        handle = data.draw(st.integers(1, self.handles))
+        mine = [o for o in self.objects if o.handle == handle and not o.committed and not o.draining]
         for o in mine:
-            if rest:
-                o.resting_until = self.now + REST
-            else:
-                self.objects.remove(o)
-        assert self.pool.abort(handle, self.now + REST if rest else None) == bool(mine)
+            self._give_up(o)
+        assert self.pool.abort(handle) == bool(mine)
 
     @rule(numbers=st.lists(st.integers(0, 6), max_size=4), lease=st.sampled_from([2.0, 5.0, math.inf]))
     def lease(self, numbers: list[int], lease: float) -> None:
@@ -313,9 +407,9 @@ class SlotModel(RuleBasedStateMachine):
         self.now += seconds
         for o in self.objects:
             o.leases = {handle: until for handle, until in o.leases.items() if until > self.now}
-            if not o.committed and not o.resting_until and o.writing_until <= self.now:
-                o.resting_until = o.writing_until + REST
-        self.objects = [o for o in self.objects if not o.resting_until or o.resting_until > self.now]
+        for o in list(self.objects):
+            if not o.committed and not o.draining and o.writing_until <= self.now:
+                self._give_up(o)
         self._drop_removed()
         self.pool.expire(self.now)
 
@@ -329,8 +423,8 @@ class SlotModel(RuleBasedStateMachine):
         assert set(self.pool.keys()) == visible
         stats = self.pool.stats()
         assert stats["free"] == self.NUM_SLOTS - len(self.objects)
-        assert stats["resting"] == sum(1 for o in self.objects if o.resting_until)
-        assert stats["reserved"] == sum(1 for o in self.objects if not o.committed and not o.resting_until)
+        assert stats["draining"] == sum(1 for o in self.objects if o.draining)
+        assert stats["reserved"] == sum(1 for o in self.objects if not o.committed and not o.draining)
         assert stats["leased"] == sum(1 for o in self.objects if o.leases)
         assert stats["evicted"] == self.evicted
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.changes import Changes
-from kvstore.errors import InvalidError, UnavailableError
+from kvstore.errors import InvalidError, StoreError, UnavailableError
 from kvstore.messages import MAX_PARTS
+from kvstore.node.changes import Changes
+from kvstore.node.slots import Block, ReserveOutcome, SlotPool
 from kvstore.parts import num_parts, part_crcs
-from kvstore.slots import Block, ReserveOutcome, SlotPool
+from kvstore.transfer import TransferError
 
 _PAGE_NBYTES = 4096
 _LINE_NBYTES = 64
@@ -38,16 +40,29 @@ class SlotLayout(NamedTuple):
         return cls(dram_nbytes // _round_up(slot_nbytes, _LINE_NBYTES), slot_nbytes)
 
     @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next."""
+        return _round_up(self.slot_nbytes, _LINE_NBYTES)
+
+    @property
     def header_nbytes(self) -> int:
         return _round_up(self.num_slots * GENERATION_NBYTES, _PAGE_NBYTES)
 
     @property
     def nbytes(self) -> int:
-        return self.header_nbytes + self.num_slots * _round_up(self.slot_nbytes, _LINE_NBYTES)
+        return self.header_nbytes + self.num_slots * self.stride
 
     def offset(self, slot: int) -> int:
         """First byte of `slot`."""
-        return self.header_nbytes + slot * _round_up(self.slot_nbytes, _LINE_NBYTES)
+        return self.header_nbytes + slot * self.stride
+
+    def locate(self, offsets: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
+        """Per range, int64 `[M]`, the slot in which it begins and where in that slot it ends.
+
+        A slot that there is not for a range that begins outside of all slots.
+        """
+        slots, begins = np.divmod(offsets - self.header_nbytes, self.stride)
+        return list(zip(slots.tolist(), (begins + lengths).tolist(), strict=True))
 
 
 def _round_up(nbytes: int, to: int) -> int:
@@ -55,9 +70,10 @@ def _round_up(nbytes: int, to: int) -> int:
 
 
 class SlotStore:
-    """What in-process handles and the Node service both call.
+    """What in-process handles and the Node service both call; and the `WriteGuard` of its memory.
 
-    Thread-safe; crcs are computed outside the lock. Every method raises UnavailableError after `close`.
+    Thread-safe; crcs are computed outside the lock. Every method but `admit` raises UnavailableError after
+    `close`.
     """
 
     def __init__(
@@ -65,7 +81,6 @@ class SlotStore:
         memory: np.ndarray,
         layout: SlotLayout,
         *,
-        rest_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.layout = layout
@@ -73,7 +88,7 @@ class SlotStore:
         self._bytes = memory.data
         self._generations = memory[: layout.num_slots * GENERATION_NBYTES].view("<u8")
         self._generations[:] = 0
-        self._pool = SlotPool(self._generations, layout.slot_nbytes, rest_seconds=rest_seconds)
+        self._pool = SlotPool(self._generations, layout.slot_nbytes)
         self._changes = Changes(limit=4 * layout.num_slots + 1024)
         self._clock = clock
         self._lock = threading.Lock()
@@ -98,7 +113,8 @@ class SlotStore:
     def commit(self, handle: int, index: int, crcs: Sequence[int] | None, *, verify: bool) -> bool:
         """Make a block visible.
 
-        Raises StaleError when its reservation is over, InvalidError for a wrong number of crcs.
+        Raises StaleError when its reservation is over, InvalidError for a wrong number of crcs or while a
+        write into it is arriving.
 
         Without `crcs` they are computed; with `verify` given ones are compared with the bytes that are there
         (about 7 GB/s), and on a mismatch the block is aborted and the answer is False.
@@ -106,28 +122,41 @@ class SlotStore:
         with self._lock:
             self._begin()
             block = self._pool.pending(handle, index)
-        expected = num_parts(block.nbytes, block.part_nbytes)
-        if crcs is not None and len(crcs) != expected:
-            raise InvalidError(f"item {index}: {len(crcs)} crcs for an object of {expected} parts")
+            expected = num_parts(block.nbytes, block.part_nbytes)
+            if crcs is not None and len(crcs) != expected:
+                raise InvalidError(f"item {index}: {len(crcs)} crcs for an object of {expected} parts")
+            self._pool.seal(block)
         found = part_crcs(self.view(block), block.part_nbytes) if crcs is None or verify else tuple(crcs)
         with self._lock:
-            now = self._begin()
+            self._begin()
             if crcs is not None and found != tuple(crcs):
-                self._pool.abort_one(handle, index, rest_until=now + self._pool.rest_seconds)
+                self._pool.abort_one(handle, index)
                 self._num_corrupt += 1
                 return False
             self._pool.commit(handle, index, found)
             self._record(added=(block.key,))
         return True
 
-    def abort(self, handle: int, *, settled: bool) -> bool:
-        """Give up what is not committed.
-
-        `settled`: no write can still be on its way, the slots are free at once.
-        """
+    def abort(self, handle: int) -> bool:
+        """Give up what is not committed. False if nothing was left."""
         with self._lock:
-            now = self._begin()
-            return self._pool.abort(handle, None if settled else now + self._pool.rest_seconds)
+            self._begin()
+            return self._pool.abort(handle)
+
+    @contextmanager
+    def admit(self, permit: int, offsets: np.ndarray, lengths: np.ndarray) -> Iterator[float]:
+        """`WriteGuard.admit`: the permit is the handle of a reservation, which is good until it is over."""
+        try:
+            with self._lock:
+                self._begin()
+                blocks, expires = self._pool.begin_writes(permit, self.layout.locate(offsets, lengths))
+        except StoreError as error:
+            raise TransferError(f"the write is refused: {error}") from error
+        try:
+            yield expires
+        finally:
+            with self._lock:
+                self._pool.end_writes(blocks)
 
     def lease(self, keys: Sequence[bytes], lease_seconds: float | None) -> tuple[int, list[Block | None]]:
         """A new handle and the blocks that are here; not evicted until `release`, or the time is over."""

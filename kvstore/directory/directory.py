@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import grpc
 
 from kvstore import messages as m
-from kvstore.directory_state import DirectoryState
+from kvstore.directory.event_log import split
+from kvstore.directory.state import DirectoryState
 from kvstore.errors import ExhaustedError, InvalidError, UnavailableError
-from kvstore.event_log import split
 from kvstore.rpc import Empty, Service
 
 _BEATS_PER_TIMEOUT = 5

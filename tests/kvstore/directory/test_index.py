@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.index import PrefixIndex, PrefixMatch
+from kvstore.directory.index import PrefixIndex, PrefixMatch
 
 CHAIN = [number.to_bytes(16, "big") for number in range(8)]
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore.arguments import as_bytes
+from kvstore.client.onesided import maps_memory, move
 from kvstore.errors import InvalidError, StaleError, StoreError
 from kvstore.messages import MAX_BATCH_KEYS, HandleRequest, HeldBlock, NodeInfo, NodeKeys
-from kvstore.onesided import maps_memory, move
+from kvstore.node.store import GENERATION_NBYTES
 from kvstore.parts import covered_parts
 from kvstore.rpc import Stub
-from kvstore.store import GENERATION_NBYTES
 from kvstore.transfer import READ, TransferEngine
 
 _CLOSE_SECONDS = 1.0

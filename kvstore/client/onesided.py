@@ -14,12 +14,13 @@ def move(
     segment: Segment,
     ranges: Sequence[tuple[int, memoryview]],
     timeout_seconds: float,
+    permit: int = 0,
 ) -> None:
-    """Move each `(offset in segment, local bytes)`.
+    """Move each `(offset in segment, local bytes)`; a WRITE needs the node's `permit`.
 
     Raises UnavailableError if not all of them arrived in time.
     """
-    requests = [TransferRequest(opcode, local, segment, offset) for offset, local in ranges]
+    requests = [TransferRequest(opcode, local, segment, offset, permit) for offset, local in ranges]
     try:
         engine.transfer(requests, timeout_seconds=max(timeout_seconds, 0.001))
     except TransferError as error:
@@ -29,6 +30,6 @@ def move(
 
 
 def maps_memory(engine: TransferEngine, segment: Segment) -> bool:
-    """Whether the engine reaches the segment through memory, without a network."""
+    """Whether the engine reads the segment through memory, without a network."""
     own = engine.peer
     return segment.peer.epoch == own.epoch or (segment.peer.host_id == own.host_id and bool(segment.shm_path))

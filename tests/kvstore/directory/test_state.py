@@ -7,9 +7,10 @@ import random
 import msgspec
 import pytest
 
-from kvstore.directory_state import DirectoryState
+from kvstore.directory.event_log import EventLog, split
+from kvstore.directory.replica_state import ReplicaState
+from kvstore.directory.state import DirectoryState
 from kvstore.errors import InternalError, InvalidError, StaleError
-from kvstore.event_log import EventLog, split
 from kvstore.messages import (
     MAX_BATCH_KEYS,
     Announce,
@@ -22,7 +23,6 @@ from kvstore.messages import (
     WatchBatch,
     WatchEvent,
 )
-from kvstore.replica_state import ReplicaState
 from kvstore.rpc import MAX_MESSAGE_NBYTES
 from kvstore.transfer.segment import Peer, Segment
 

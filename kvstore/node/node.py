@@ -8,16 +8,15 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.announcer import Announcer
 from kvstore.arguments import check_keys
 from kvstore.errors import InvalidError
-from kvstore.messages import NODE, NodeInfo, Refusal
-from kvstore.node_service import NodeService
+from kvstore.messages import NODE, NodeInfo
+from kvstore.node.announcer import Announcer
+from kvstore.node.handles import Lease, Reservation
+from kvstore.node.service import NodeService
+from kvstore.node.store import SlotLayout, SlotStore
 from kvstore.rpc import Service
-from kvstore.slots import Block, ReserveOutcome
-from kvstore.store import SlotLayout, SlotStore
 from kvstore.transfer import TransferEngine, TransferError
-from kvstore.transfer.segment import Segment
 from kvstore.transfer.transport.shm import SharedBuffer
 
 _UNREGISTER_SECONDS = 2.0  # for reads by others that are under way at close
@@ -47,100 +46,6 @@ class NodeConfig:
         SlotLayout.fitting(self.dram_nbytes, self.slot_nbytes)
 
 
-class Reservation:
-    """Slots to write, held by this process until committed or closed.
-
-    Close it only when nobody writes any more.
-    """
-
-    def __init__(self, store: SlotStore, segment: Segment, handle: int, outcome: ReserveOutcome):
-        self._store = store
-        self._handle = handle
-        self._blocks = outcome.blocks
-        self.segment = segment
-        self.accepted: list[bool] = [block is not None for block in outcome.blocks]
-        self.reasons: list[Refusal] = outcome.refusals  # "" where accepted
-
-    def buffer(self, index: int) -> memoryview:
-        """The bytes of the slot to write, `[nbytes]`."""
-        return self._store.view(self._block(index))
-
-    def offset(self, index: int) -> int:
-        """Where that slot is in `segment`."""
-        return self._store.layout.offset(self._block(index).slot)
-
-    def commit(self, index: int, crcs: Sequence[int] | None = None) -> None:
-        """Make the object visible.
-
-        `crcs`: crc32 per part, taken on trust; computed here when None (about 7 GB/s).
-
-        Raises InvalidError for a refused item or a wrong number of crcs, StaleError for one that is committed
-        already.
-        """
-        self._block(index)
-        self._store.commit(self._handle, index, crcs, verify=False)
-
-    def close(self) -> None:
-        """Free what was not committed."""
-        if not self._store.closed:
-            self._store.abort(self._handle, settled=True)
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _block(self, index: int) -> Block:
-        block = self._blocks[index]
-        if block is None:
-            raise InvalidError(f"item {index} of the reservation was refused: {self.reasons[index]}")
-        return block
-
-
-class Lease:
-    """Objects that this process reads in place.
-
-    Views must not be used after `close`: the slots may be rewritten.
-    """
-
-    def __init__(self, store: SlotStore, segment: Segment, handle: int, blocks: list[Block | None]):
-        self._store = store
-        self._handle = handle
-        self._blocks = blocks
-        self.segment = segment
-        self.held: list[bool] = [block is not None for block in blocks]
-
-    def view(self, index: int) -> memoryview:
-        """The object's bytes in the slot, `[nbytes]`, read-only, without a copy."""
-        return self._store.view(self._block(index)).toreadonly()
-
-    def offset(self, index: int) -> int:
-        """Where the object is in `segment`."""
-        return self._store.layout.offset(self._block(index).slot)
-
-    def crcs(self, index: int) -> tuple[int, ...]:
-        """crc32 of each part."""
-        return self._block(index).crcs
-
-    def close(self) -> None:
-        """The objects may be evicted again."""
-        if not self._store.closed:
-            self._store.release(self._handle)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _block(self, index: int) -> Block:
-        block = self._blocks[index]
-        if block is None:
-            raise InvalidError(f"item {index} of the lease is not held here")
-        return block
-
-
 class Node:
     """Owns one shared buffer of slots, registered on `engine`.
 
@@ -156,10 +61,10 @@ class Node:
         layout = SlotLayout.fitting(config.dram_nbytes, config.slot_nbytes)
         self._buffer = SharedBuffer(f"{config.name}-slots", layout.nbytes)
         self._segment_name = f"slots/{config.name}/{self.epoch:x}"
+        self._store = SlotStore(self._buffer.array, layout)
         self.segment = engine.register_local_memory(
-            self._buffer.array, name=self._segment_name, shm_path=self._buffer.path
+            self._buffer.array, name=self._segment_name, shm_path=self._buffer.path, guard=self._store
         )
-        self._store = SlotStore(self._buffer.array, layout, rest_seconds=config.lease_seconds)
         self._announcer: Announcer | None = None
         self._closed = False
 
@@ -219,7 +124,7 @@ class Node:
         return self._store.remove(keys)
 
     def stats(self) -> dict[str, int]:
-        """Slots by state (free, reserved, resting, committed, removed), leases, evicted and corrupt blocks."""
+        """Slots by state (free, reserved, draining, committed, removed), leases, evicted and corrupt blocks."""
         return self._store.stats()
 
     def validate(self) -> None:

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.arguments import all_as_bytes, check_keys
+from kvstore.client.locator import Locator
+from kvstore.client.peers import Peers
+from kvstore.client.remote_lease import RemoteLease
+from kvstore.client.remote_put import PutResult, put_on
+from kvstore.directory.replica import DirectoryReplica
 from kvstore.errors import InvalidError, NotFoundError, StoreError
-from kvstore.locator import Locator
 from kvstore.messages import MAX_BATCH_KEYS, NodeInfo, NodeKeys
-from kvstore.node import Node
-from kvstore.peers import Peers
-from kvstore.remote_lease import RemoteLease
-from kvstore.remote_put import PutResult, put_on
+from kvstore.node.node import Node
 from kvstore.transfer import TransferEngine
-from kvstore.watch import DirectoryReplica
 
 _NODE_SECONDS = 2.0  # the most that one node may take to answer
 _MAX_PUT_NODES = 3
@@ -45,6 +45,7 @@ class Client:
         self._timeout_seconds = timeout_seconds
         self._locator = Locator(directory_address, self.replica, host_id=engine.peer.host_id)
         self._peers = Peers(_NODE_SECONDS)
+        self.replica.subscribe(self._peers)
         self._counter_lock = threading.Lock()
         self._counters: Counter[str] = Counter()
 

@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """One stub per node name, replaced when the node's address changes. Thread-safe."""
+    """One stub per node name, replaced when the node's address changes. Thread-safe.
+
+    A `ReplicaListener`: stubs of nodes that the directory has forgotten are dropped.
+    """
 
     def __init__(self, timeout_seconds: float):
         self._timeout_seconds = timeout_seconds
@@ -37,14 +40,25 @@ class Peers:
         with self._lock:
             stub = self._stubs.get(info.name)
             if stub is None or stub.address != info.address:
-                if stub is not None:
-                    self._retired.append(stub)
+                self._retire(info.name)
                 stub = self._stubs[info.name] = Stub(
                     info.address, NODE, timeout_seconds=self._timeout_seconds
                 )
-            while len(self._retired) > _NUM_RETIRED:
-                self._retired.popleft().close()
             return stub
+
+    def on_joined(self, info: NodeInfo) -> None:
+        """Of no interest: its stub is made when it is called."""
+
+    def on_added(self, node: str, keys: Sequence[bytes]) -> None:
+        """Of no interest, as are removed keys."""
+
+    on_removed = on_added
+
+    def on_forgotten(self, node: str) -> None:
+        """The node is gone, or comes back as another one."""
+        with self._lock:
+            self._retire(node)
+            self._suspect_until.pop(node, None)
 
     def each(
         self, work: Sequence[tuple[NodeInfo, list[int]]], call: Callable[[NodeInfo, list[int]], _T]
@@ -74,6 +88,13 @@ class Peers:
                 stub.close()
             self._stubs.clear()
             self._retired.clear()
+
+    def _retire(self, name: str) -> None:
+        stub = self._stubs.pop(name, None)
+        if stub is not None:
+            self._retired.append(stub)
+        while len(self._retired) > _NUM_RETIRED:
+            self._retired.popleft().close()
 
     def _guarded(
         self, call: Callable[[NodeInfo, list[int]], _T], info: NodeInfo, indices: list[int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.recent import RecentKeys
+from kvstore.client.recent import RecentKeys
 
 KEY = bytes(16)
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+from kvstore.client.onesided import move
 from kvstore.errors import StoreError
 from kvstore.messages import CommitItem, CommitRequest, HandleRequest, NodeInfo, NodeReserve, ReserveReply
-from kvstore.onesided import move
 from kvstore.parts import part_crcs
 from kvstore.rpc import Stub
 from kvstore.transfer import WRITE, TransferEngine
@@ -31,18 +31,19 @@ def put_on(
     """Store objects of one size; at most `MAX_BATCH_KEYS`, until `deadline` (monotonic). "failed": what
     was sent did not arrive whole, or too late.
 
-    The write must end within half of the node's lease: a slower one is given up long before its slots could
-    be reused. Raises what the reserve call raises.
+    Raises what the reserve call raises.
     """
+    asked = time.monotonic()
     request = NodeReserve(info.epoch, list(keys), len(buffers[0]), part_nbytes)
-    reply = stub.reserve(request, timeout=max(0.001, min(_RESERVE_SECONDS, deadline - time.monotonic())))
+    reply = stub.reserve(request, timeout=max(0.001, min(_RESERVE_SECONDS, deadline - asked)))
     results: list[PutResult] = [item.refusal or "failed" for item in reply.items]
     accepted = [index for index, item in enumerate(reply.items) if not item.refusal]
     if not accepted:
         return results
+    deadline = min(deadline, asked + reply.lease_seconds)
     try:
         ranges = [(reply.items[index].offset, buffers[index]) for index in accepted]
-        move(engine, WRITE, info.segment, ranges, min(deadline - time.monotonic(), reply.lease_seconds / 2))
+        move(engine, WRITE, info.segment, ranges, deadline - time.monotonic(), reply.handle)
         items = [CommitItem(index, list(part_crcs(buffers[index], part_nbytes))) for index in accepted]
         commit = CommitRequest(info.epoch, reply.handle, items)
         flags = stub.commit(commit, timeout=max(0.001, deadline - time.monotonic())).flags

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from kvstore.directory.event_log import EventLog
+from kvstore.directory.index import PrefixIndex
 from kvstore.errors import ExhaustedError, InvalidError, StaleError
-from kvstore.event_log import EventLog
-from kvstore.index import PrefixIndex
 from kvstore.messages import (
     MAX_BATCH_KEYS,
     Announce,

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kvstore.directory.index import PrefixMatch
+from kvstore.directory.replica_state import ReplicaState
 from kvstore.errors import StoreError
-from kvstore.index import PrefixMatch
 from kvstore.messages import DIRECTORY, WATCH_BEAT_SECONDS, Forgotten, Joined, NodeInfo, WatchEvent
-from kvstore.replica_state import ReplicaState
 from kvstore.rpc import Stub
 
 _SILENT_SECONDS = 3 * WATCH_BEAT_SECONDS
