@@ -61,7 +61,7 @@ class Pool:
     def __init__(self, num: int, num_indexed: int):
         rng = random.Random(num)
         config = ConductorConfig()
-        self.conductor = Conductor(config, DecisionLog(config.schedule))
+        self.conductor = Conductor(config, DecisionLog(config.schedule, num_records=16))
         self.index = PrefixIndex()
         self.keys = _keys(range(LONG_BLOCKS))
         self.request = Request("bench", [1] * (LONG_BLOCKS * FORMAT.block_tokens), 64)
