@@ -91,7 +91,7 @@ class Pool:
 
     def decide(self) -> None:
         """From keys to a decision, as the Conductor's service does it."""
-        held = {match.node: match.num_blocks for match in self.index.match(self.keys)}
+        held = self.index.lengths(self.keys)
         self.conductor.decide(self.request, self.keys, held, now=0.0)
 
     def schedule_small(self) -> Callable[[], object]:
@@ -153,7 +153,7 @@ def _add_find_prefix(add: Callable[..., None], options: Options, load: Load, pee
 
     def find_all() -> None:
         for chain in keys:
-            index.match(chain)
+            index.lengths(chain)
 
     add(
         "find_prefix",
