@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from launch.process import UsageError
+
 TRACE_FILE = "conversation_trace.jsonl"
 _NUM_PREFIXES = 8  # system prompts
 _PREFIX_BLOCKS = (1, 4)
@@ -15,7 +17,7 @@ _NUM_SESSIONS = 200  # open at a time
 _MORE_TURNS = 0.7  # how likely a conversation goes on
 
 
-class TraceError(Exception):
+class TraceError(UsageError):
     """A trace that cannot be read; the message names the file and the line."""
 
 
