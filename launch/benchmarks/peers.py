@@ -17,6 +17,7 @@ from typing import Any, Self
 from kvstore.block import BlockFormat
 
 _HERE = Path(__file__).parent
+_END_SECONDS = 10
 
 
 class Peer:
@@ -56,9 +57,15 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # the end of its input tells it to leave
+        process = self._process
+        if process.stdin and process.stdout:
+            process.stdin.close()  # the end of its input tells it to leave
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            process.stdout.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+        process.wait()
 
 
 class VllmPeer(Peer):
