@@ -125,6 +125,7 @@ class PrefixIndex:
             bit = mask.bit_length() - 1
             nodes.append(names[bit])
             mask ^= 1 << bit
+        nodes.reverse()
         return nodes
 
     def _clear(self, bit: int, keys: Iterable[bytes], held: set[bytes]) -> None:
