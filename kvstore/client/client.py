@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.arguments import all_as_bytes, check_keys
+from kvstore.client.copier import Copier
 from kvstore.client.locator import Locator
 from kvstore.client.peers import Peers
 from kvstore.client.remote_lease import RemoteLease
@@ -46,6 +47,7 @@ class Client:
         self._locator = Locator(directory_address, self.replica, host_id=engine.peer.host_id)
         self._peers = Peers(_NODE_SECONDS)
         self.replica.subscribe(self._peers)
+        self._copier = Copier()
         self._counter_lock = threading.Lock()
         self._counters: Counter[str] = Counter()
 
@@ -72,7 +74,7 @@ class Client:
             some_keys, some_views = [keys[i] for i in indices], [views[i] for i in indices]
             part = nbytes if part_nbytes is None else min(part_nbytes, nbytes)
             if self._home is not None:
-                answers = _put_home(self._home, some_keys, some_views, part)
+                answers = self._put_home(self._home, some_keys, some_views, part)
             else:
                 answers = self._put_elsewhere(some_keys, some_views, part, deadline)
             results.update(zip(indices, answers, strict=True))
@@ -114,12 +116,8 @@ class Client:
         check_keys(keys)
         here = self._home.exists(keys) if self._home is not None else [False] * len(keys)
         if fresh:
-            elsewhere = self._ask_all("exists", keys)
-        else:
-            elsewhere = [
-                any(info.name != self._home_name for info in some) for some in self._locator.holders(keys)
-            ]
-        return _either(here, elsewhere)
+            return _either(here, self._ask_all("exists", keys))
+        return _either(here, self._locator.held(keys, but=self._home_name))
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys from every node that can be reached; False for those that none held."""
@@ -152,6 +150,7 @@ class Client:
         """Join all threads and close all connections. The home node and the engine are the caller's."""
         self.replica.close()
         self._peers.close()
+        self._copier.close()
         self._locator.close()
 
     def _fetch(self, keys: Sequence[bytes], place: Callable[[int, int], memoryview]) -> list[bool]:
@@ -161,9 +160,10 @@ class Client:
         done = [False] * len(keys)
         if self._home is not None:
             with self._home.lease(keys) as lease:
-                for index in (index for index, held in enumerate(lease.held) if held):
-                    view = lease.view(index)
-                    place(index, len(view))[:] = view
+                held = [index for index, here in enumerate(lease.held) if here]
+                views = [lease.view(index) for index in held]
+                self._copier.copy([(place(i, len(v)), v) for i, v in zip(held, views, strict=True)])
+                for index in held:
                     done[index] = True
         self._count(home=sum(done))
         missing = [index for index, ok in enumerate(done) if not ok]
@@ -247,6 +247,16 @@ class Client:
             if not ok:
                 self._locator.note(key, info.name, present=False, firm=False)
 
+    def _put_home(
+        self, home: Node, keys: list[bytes], views: list[memoryview], part_nbytes: int
+    ) -> list[PutResult]:
+        with home.reserve(keys, len(views[0]), part_nbytes) as reservation:
+            accepted = [index for index, yes in enumerate(reservation.accepted) if yes]
+            pairs = [(reservation.buffer(index), views[index]) for index in accepted]
+            for index, crcs in zip(accepted, self._copier.copy_parts(pairs, part_nbytes), strict=True):
+                reservation.commit(index, crcs)
+            return [reason or "stored" for reason in reservation.reasons]
+
     def _put_elsewhere(
         self, keys: list[bytes], views: list[memoryview], part_nbytes: int, deadline: float
     ) -> list[PutResult]:
@@ -321,14 +331,6 @@ class Client:
     def _count(self, **amounts: int) -> None:
         with self._counter_lock:
             self._counters.update(amounts)
-
-
-def _put_home(home: Node, keys: list[bytes], views: list[memoryview], part_nbytes: int) -> list[PutResult]:
-    with home.reserve(keys, len(views[0]), part_nbytes) as reservation:
-        for index in (index for index, accepted in enumerate(reservation.accepted) if accepted):
-            reservation.buffer(index)[:] = views[index]
-            reservation.commit(index)
-        return [reason or "stored" for reason in reservation.reasons]
 
 
 def _repeated(result: PutResult, again: bool) -> PutResult:

@@ -38,19 +38,17 @@ class Locator:
 
     def holders(self, keys: Sequence[bytes]) -> list[list[NodeInfo]]:
         """Who is believed to hold each key: this host first, others in an order drawn for this call."""
-        if self._replica.in_sync:
-            infos = {info.name: info for info in self._replica.nodes()}
-            names = self._replica.holders(keys)
-        else:
-            infos, names = self._lookup(keys)
+        infos, names = self._names(keys)
         order = {info.name: (info.host_id != self._host_id, random.random()) for info in infos.values()}
-        now = time.monotonic()
-        with self._lock:
-            corrected = [self._recent.correct(key, some, now) for key, some in zip(keys, names, strict=True)]
         return [
             [infos[name] for name in sorted((n for n in some if n in infos), key=order.__getitem__)]
-            for some in corrected
+            for some in names
         ]
+
+    def held(self, keys: Sequence[bytes], *, but: str) -> list[bool]:
+        """Whether some node other than `but` is believed to hold each key."""
+        infos, names = self._names(keys)
+        return [any(name != but and name in infos for name in some) for some in names]
 
     def note(self, key: bytes, node: str, *, present: bool, firm: bool = True) -> None:
         """This client knows of `key` on `node` before the stream says so; see `RecentKeys`."""
@@ -87,6 +85,19 @@ class Locator:
 
     def close(self) -> None:
         self._stub.close()
+
+    def _names(self, keys: Sequence[bytes]) -> tuple[dict[str, NodeInfo], list[list[str]]]:
+        """All nodes, and the names of those that are believed to hold each key; some may be unknown."""
+        if self._replica.in_sync:
+            infos = {info.name: info for info in self._replica.nodes()}
+            names = self._replica.holders(keys)
+        else:
+            infos, names = self._lookup(keys)
+        now = time.monotonic()
+        with self._lock:
+            return infos, [
+                self._recent.correct(key, some, now) for key, some in zip(keys, names, strict=True)
+            ]
 
     def _current_loads(self) -> list[NodeLoad]:
         with self._lock:

@@ -81,6 +81,11 @@ class DirectoryReplica:
         with self._lock:
             return [self._state.index.holders(key) for key in keys]
 
+    def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """See `PrefixIndex.lengths`."""
+        with self._lock:
+            return self._state.index.lengths(keys)
+
     def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
         """See `PrefixIndex.match`."""
         with self._lock:
