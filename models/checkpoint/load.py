@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from models.checkpoint import gguf, huggingface, orbax
+from models.checkpoint import gguf, gguf_tokenizer, huggingface, orbax
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.gguf import load_gguf
 from models.checkpoint.gguf_file import GGUFFile
@@ -59,7 +59,7 @@ def load_text(path: str | os.PathLike[str]) -> tuple[LlamaConfig, Tokenizer | No
             cfg, tokenizer = huggingface.read_text(path)
         case "gguf":
             file = GGUFFile(path)
-            cfg, tokenizer = gguf.read_config(file), gguf.read_tokenizer(file)
+            cfg, tokenizer = gguf.read_config(file), gguf_tokenizer.read_tokenizer(file)
     _check_vocabulary(path, cfg, tokenizer)
     return cfg, tokenizer
 

@@ -10,7 +10,8 @@ from golden.values import TINY_LLAMA
 from safetensors.numpy import save_file
 
 from models.checkpoint.gguf import NAMES as GGUF_NAMES
-from models.checkpoint.huggingface import NAMES, read_config
+from models.checkpoint.huggingface import NAMES
+from models.checkpoint.huggingface_config import read_config
 from models.checkpoint.safetensors_file import SafetensorsSource
 from models.config import LlamaConfig
 
