@@ -28,3 +28,12 @@ class GGUFFields:
         if (value := self.get(name, int, default)) < 1:
             raise CheckpointError(f"{self._file.path}: metadata field {name} is {value}; it must be positive")
         return value
+
+    def items(self, name: str, kind: type, default: list | None = None) -> list:
+        """A list whose items are all of `kind`."""
+        values = self.get(name, list, default)
+        if not all(type(value) is kind for value in values):
+            raise CheckpointError(
+                f"{self._file.path}: metadata field {name} is not a list of {kind.__name__}"
+            )
+        return values

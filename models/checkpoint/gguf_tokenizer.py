@@ -16,8 +16,8 @@ _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 def read_tokenizer(file: GGUFFile) -> Tokenizer:
     """The tokenizer from the metadata; raises CheckpointError for other kinds than those two."""
     fields = GGUFFields(file)
-    tokens = fields.get("tokenizer.ggml.tokens", list)
-    kinds = fields.get("tokenizer.ggml.token_type", list, [PieceKind.NORMAL] * len(tokens))
+    tokens = fields.items("tokenizer.ggml.tokens", str)
+    kinds = fields.items("tokenizer.ggml.token_type", int, [1] * len(tokens))
     if len(kinds) != len(tokens):
         raise CheckpointError(
             f"{file.path}: {len(tokens)} tokens, but {len(kinds)} of tokenizer.ggml.token_type"
@@ -57,7 +57,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
 def _byte_level(fields: GGUFFields, tokens: list[str], kinds: list[int], pre: str) -> tokenizers.Tokenizer:
     return byte_level_bpe(
         tokens,
-        fields.get("tokenizer.ggml.merges", list),
+        fields.items("tokenizer.ggml.merges", str),
         pre_tokenizer=pre,
         control=[i for i, kind in enumerate(kinds) if kind == PieceKind.CONTROL],
         user_defined=[i for i, kind in enumerate(kinds) if kind == PieceKind.USER_DEFINED],
@@ -67,9 +67,9 @@ def _byte_level(fields: GGUFFields, tokens: list[str], kinds: list[int], pre: st
 def _sentencepiece(fields: GGUFFields, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
     if fields.get("tokenizer.ggml.remove_extra_whitespaces", bool, False):
         raise ValueError("tokenizer.ggml.remove_extra_whitespaces is set; only text as it is, is supported")
-    scores = fields.get("tokenizer.ggml.scores", list)
-    pieces = [
-        Piece(text, score, PieceKind(kind)) for text, score, kind in zip(tokens, scores, kinds, strict=True)
-    ]
+    scores = fields.items("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens, but {len(scores)} of tokenizer.ggml.scores")
+    pieces = [Piece(*entry) for entry in zip(tokens, scores, map(PieceKind, kinds), strict=True)]
     prefix = "every" if fields.get("tokenizer.ggml.add_space_prefix", bool, True) else "never"
     return sentencepiece_bpe(pieces, prefix=prefix)

@@ -38,8 +38,8 @@ def sentencepiece_bpe(pieces: Sequence[Piece], *, prefix: Prefix) -> tokenizers.
     Two neighbours merge where the vocabulary has the whole, the best score first. `prefix`: a space is put
     before every stretch of text between control tokens, before the first only (unless it begins with one, as
     in transformers), or never. Control and unknown pieces are special tokens (found in text, dropped when
-    decoding); user-defined ones are found whole. A letter without a piece becomes its bytes. Raises
-    ValueError.
+    decoding); user-defined ones are found whole, and text after them counts as a new stretch, as in
+    transformers and llama.cpp. A letter without a piece becomes its bytes. Raises ValueError.
     """
     vocab = {piece.text: i for i, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):

@@ -10,6 +10,7 @@ from launch.model_cache import GGUF, cache_directory
 
 HERE = Path(__file__).parent
 TINY_LLAMA = HERE / "tiny_llama"
+SENTENCEPIECE = HERE / "sentencepiece"
 
 
 def smollm2() -> dict:
@@ -26,3 +27,7 @@ def smollm2_gguf() -> Path:
     if not path.is_file():
         pytest.skip(f"{path} is not there: run `python -m launch.fetch` or set MOONCAKE_MODEL")
     return path
+
+
+def sentencepiece_texts() -> list[dict]:
+    return json.loads((SENTENCEPIECE / "texts.json").read_text())

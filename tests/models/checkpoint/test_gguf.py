@@ -87,6 +87,7 @@ def test_llama3_scaling_is_found_in_the_divisors(tmp_path, factor):
         ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling type 'yarn'"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer model 'bert'"),
         ({"tokenizer.ggml.model": "llama"}, "field tokenizer.ggml.scores is missing"),
+        ({"tokenizer.ggml.tokens": [1] * 64}, "tokens is not a list of str"),
         ({"tokenizer.ggml.token_type": [1]}, "64 tokens, but 1 of tokenizer.ggml.token_type"),
         ({"llama.attention.sliding_window": 255}, "sliding_window is 255; only full attention"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
