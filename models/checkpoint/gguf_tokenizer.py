@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import tokenizers
-
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.gguf_fields import GGUFFields
 from models.checkpoint.gguf_file import GGUFFile
-from models.tokenizer import Piece, PieceKind, Tokenizer, TokenizerSettings, byte_level_bpe, sentencepiece_bpe
+from models.tokenizer import (
+    Backend,
+    Piece,
+    PieceKind,
+    Tokenizer,
+    TokenizerSettings,
+    byte_level_bpe,
+    sentencepiece_bpe,
+)
 
 # Llama 3 ends answers with any of these, of which its files name one.
 _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
@@ -54,7 +60,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
         raise CheckpointError(f"{file.path}: {error}") from error
 
 
-def _byte_level(fields: GGUFFields, tokens: list[str], kinds: list[int], pre: str) -> tokenizers.Tokenizer:
+def _byte_level(fields: GGUFFields, tokens: list[str], kinds: list[int], pre: str) -> Backend:
     return byte_level_bpe(
         tokens,
         fields.items("tokenizer.ggml.merges", str),
@@ -64,7 +70,7 @@ def _byte_level(fields: GGUFFields, tokens: list[str], kinds: list[int], pre: st
     )
 
 
-def _sentencepiece(fields: GGUFFields, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
+def _sentencepiece(fields: GGUFFields, tokens: list[str], kinds: list[int]) -> Backend:
     if fields.get("tokenizer.ggml.remove_extra_whitespaces", bool, False):
         raise ValueError("tokenizer.ggml.remove_extra_whitespaces is set; only text as it is, is supported")
     scores = fields.items("tokenizer.ggml.scores", float)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import Any, NamedTuple
 
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.json_file import read_json
 from models.tokenizer import (
+    AddedToken,
+    Backend,
     Tokenizer,
     TokenizerError,
     TokenizerSettings,
+    add_tokens,
     read_backend,
     read_sentencepiece,
     sentencepiece_bpe,
@@ -30,100 +31,94 @@ def read_tokenizer(folder: Path, config: dict[str, Any], vocab_size: int) -> Tok
     """
     try:
         about = read_json(folder / ABOUT_FILE, optional=True)
-        if (folder / JSON_FILE).exists():
-            file, backend, bos, ends, adds_bos = (
-                folder / JSON_FILE,
-                read_backend(folder / JSON_FILE),
-                [],
-                [],
-                None,
-            )
-        elif (folder / SENTENCEPIECE_FILE).exists():
-            file, adds_bos = folder / SENTENCEPIECE_FILE, True
-            backend, bos, ends = _from_sentencepiece(folder, about)
-        else:
+        if (found := _vocabulary(folder, about)) is None:
             return None
         generation = read_json(folder / "generation_config.json", optional=True)
-
-        def token_id(name: str) -> list[int]:
-            token = about.get(name)
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is None:
-                return []
-            if not isinstance(token, str) or (index := backend.token_to_id(token)) is None:
-                raise CheckpointError(f"{folder / ABOUT_FILE}: {name} {token!r} is not in {file.name}")
-            return [index]
-
-        bos = [*token_id("bos_token"), *_ids(config.get("bos_token_id")), *bos]
+        bos = [
+            *_named(folder, about, "bos_token", found),
+            *_ids(config.get("bos_token_id")),
+            *_known(found.bos_id),
+        ]
         ends = [
-            *token_id("eos_token"),
+            *_named(folder, about, "eos_token", found),
             *_ids(config.get("eos_token_id")),
             *_ids(generation.get("eos_token_id")),
-            *ends,
+            *_known(found.eos_id),
         ]
         for index in (*bos, *ends):
             if not 0 <= index < vocab_size:
                 raise CheckpointError(
                     f"{folder}: BOS or EOS id {index} lies outside the vocabulary of {vocab_size}"
                 )
-        if isinstance(wanted := about.get("add_bos_token"), bool):
-            adds_bos = wanted
-        elif adds_bos is None:
-            adds_bos = bool(bos) and backend.encode("x").ids[:1] == bos[:1]
+        if not isinstance(adds_bos := about.get("add_bos_token"), bool):
+            adds_bos = bool(bos) and found.begins_with(bos[0])
         settings = TokenizerSettings(
             bos_id=bos[0] if bos else None,
             eos_ids=tuple(dict.fromkeys(ends)),
             add_bos=adds_bos,
             chat_template=_chat_template(folder, about),
         )
-        return Tokenizer(backend, settings)
+        return Tokenizer(found.backend, settings)
     except TokenizerError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _from_sentencepiece(
-    folder: Path, about: dict[str, Any]
-) -> tuple[tokenizers.Tokenizer, list[int], list[int]]:
-    """Tokenizer, BOS and EOS of tokenizer.model, with the tokens that the files around it add."""
-    model = read_sentencepiece(folder / SENTENCEPIECE_FILE)
+class _Vocabulary(NamedTuple):
+    """What the tokenizer's own file says; ids are -1 where it does not."""
+
+    file: str
+    backend: Backend
+    bos_id: int = -1
+    eos_id: int = -1
+
+    def begins_with(self, bos_id: int) -> bool:
+        """Whether a text gets BOS: as the post-processor does it; always in SentencePiece."""
+        return self.file == SENTENCEPIECE_FILE or self.backend.encode("x").ids[:1] == [bos_id]
+
+
+def _vocabulary(folder: Path, about: dict[str, Any]) -> _Vocabulary | None:
+    if (folder / JSON_FILE).exists():
+        return _Vocabulary(JSON_FILE, read_backend(folder / JSON_FILE))
+    if not (path := folder / SENTENCEPIECE_FILE).exists():
+        return None
+    model = read_sentencepiece(path)
     # As in transformers: without `legacy: false`, the text after a control token begins with a space too.
     prefix = "never" if not model.adds_prefix else "first" if about.get("legacy") is False else "every"
     try:
         backend = sentencepiece_bpe(model.pieces, prefix=prefix)
     except ValueError as error:
-        raise CheckpointError(f"{folder / SENTENCEPIECE_FILE}: {error}") from error
-    added = dict(sorted(_added_tokens(folder, about).items()))
-    for index, token in added.items():
-        if backend.token_to_id(token.content) is None:
-            backend.add_tokens([token])
-        elif token.special:
-            backend.add_special_tokens([token])
-        if (have := backend.token_to_id(token.content)) != index:
-            raise CheckpointError(
-                f"{folder / ABOUT_FILE}: added token {token.content!r} has id {index}, but is {have} in the "
-                f"vocabulary of {SENTENCEPIECE_FILE} and the tokens added before it"
-            )
-    return backend, _known(model.bos_id), _known(model.eos_id)
+        raise CheckpointError(f"{path}: {error}") from error
+    try:
+        add_tokens(backend, _added_tokens(folder, about))
+    except ValueError as error:
+        raise CheckpointError(f"{folder / ABOUT_FILE}: {error}") from error
+    return _Vocabulary(SENTENCEPIECE_FILE, backend, model.bos_id, model.eos_id)
 
 
-def _added_tokens(folder: Path, about: dict[str, Any]) -> dict[int, tokenizers.AddedToken]:
+def _added_tokens(folder: Path, about: dict[str, Any]) -> dict[int, AddedToken]:
     """`added_tokens_decoder` of tokenizer_config.json, and what only added_tokens.json has."""
     try:
-        names = {int(i): text for text, i in read_json(folder / "added_tokens.json", optional=True).items()}
-        tokens = {
-            i: tokenizers.AddedToken(text, special=False, normalized=False) for i, text in names.items()
-        }
+        names = read_json(folder / "added_tokens.json", optional=True)
+        tokens = {int(index): AddedToken(text) for text, index in names.items()}
         for index, token in (about.get("added_tokens_decoder") or {}).items():
-            tokens[int(index)] = tokenizers.AddedToken(
-                token["content"],
-                special=bool(token.get("special", False)),
-                normalized=False,
-                lstrip=bool(token.get("lstrip", False)),
-                rstrip=bool(token.get("rstrip", False)),
-            )
+            flags = (bool(token.get(name, False)) for name in ("special", "lstrip", "rstrip"))
+            tokens[int(index)] = AddedToken(token["content"], *flags)
         return tokens
+    except CheckpointError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: added tokens that cannot be read: {error}") from error
+
+
+def _named(folder: Path, about: dict[str, Any], name: str, found: _Vocabulary) -> list[int]:
+    """The id of the token that tokenizer_config.json calls `name`; none if it does not."""
+    token = about.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None:
+        return []
+    if not isinstance(token, str) or (index := found.backend.token_to_id(token)) is None:
+        raise CheckpointError(f"{folder / ABOUT_FILE}: {name} {token!r} is not in {found.file}")
+    return [index]
 
 
 def _known(index: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Text to token ids and back: tokenizer, chat template, incremental detokenizer. Needs no jax."""
 
+from models.tokenizer.added import AddedToken, Backend, add_tokens
 from models.tokenizer.bpe import PRE_TOKENIZERS, byte_level_bpe
 from models.tokenizer.chat_template import ChatTemplate, ChatTemplateError
 from models.tokenizer.detokenizer import Detokenizer
@@ -10,6 +11,8 @@ from models.tokenizer.tokenizer import Tokenizer, TokenizerSettings, read_backen
 
 __all__ = [
     "PRE_TOKENIZERS",
+    "AddedToken",
+    "Backend",
     "ChatTemplate",
     "ChatTemplateError",
     "Detokenizer",
@@ -18,6 +21,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "TokenizerSettings",
+    "add_tokens",
     "byte_level_bpe",
     "read_backend",
     "read_sentencepiece",

@@ -49,7 +49,7 @@ def in_gguf(path: Path, **fields) -> Tokenizer:
     return tokenizer
 
 
-def in_folder(path: Path, added: dict[str, str] | None = None, **about) -> Tokenizer:
+def in_folder(path: Path, added: dict[str, int] | None = None, **about) -> Tokenizer:
     """The tokenizer of a Hugging Face folder that has a tokenizer.model and no tokenizer.json."""
     folder = hf_folder(path, vocab_size=len(PIECES) + 10, eos_token_id=EOS, bos_token_id=None)
     for name in ("tokenizer.json", "generation_config.json"):
