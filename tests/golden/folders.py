@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from golden import parity
 from golden.values import TINY_LLAMA
 from safetensors.numpy import save_file
 
@@ -61,6 +62,9 @@ def gguf_file(
     writer.add_value_length(cfg.head_dim)
     writer.add_layer_norm_rms_eps(cfg.norm_eps)
     writer.add_rope_freq_base(cfg.rope_theta)
+    if cfg.rope_scaling is not None and cfg.rope_scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(cfg.rope_scaling.factor)
     tokens = ["<s>", "</s>", "t", "0", *(f"t{i}" for i in range(cfg.vocab_size - 4))]
     plain = {
         "tokenizer.ggml.model": "gpt2",
@@ -78,8 +82,8 @@ def gguf_file(
     for name, tensor in tensors.items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else ""
         part = back[name.replace(f"layers.{layer}.", "layers.{}.") if layer else name]
-        if part in ("q", "k"):
-            halves = tensor.reshape(-1, 2, cfg.head_dim // 2, cfg.d_model)
+        if part.removesuffix("_bias") in ("q", "k"):
+            halves = tensor.reshape(-1, 2, cfg.head_dim // 2, *tensor.shape[1:])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         written = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else kind
         data = gguf.quantize(np.ascontiguousarray(tensor, np.float32), written)
@@ -115,3 +119,11 @@ def random_tensors(cfg: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     for i in range(cfg.num_layers):
         shapes |= {NAMES[part].format(i): shape for part, shape in layer.items()}
     return {name: rng.standard_normal(shape, np.float32) * 0.2 for name, shape in shapes.items()}
+
+
+def parity_folder(path: Path, name: str) -> Path:
+    """The case `name` of golden/parity.py as a Hugging Face folder without a tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(parity.config(name)))
+    save_file(parity.tensors(name), path / "model.safetensors")
+    return path

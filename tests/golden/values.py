@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch.model_cache import GGUF, cache_directory
@@ -31,3 +32,9 @@ def smollm2_gguf() -> Path:
 
 def sentencepiece_texts() -> list[dict]:
     return json.loads((SENTENCEPIECE / "texts.json").read_text())
+
+
+def parity_logits(name: str) -> dict[int, np.ndarray]:
+    """Position → logits `[V]` of the case `name` of golden/parity.py."""
+    rows = json.loads((HERE / "parity.json").read_text())[name]
+    return {int(position): np.asarray(row) for position, row in rows.items()}
