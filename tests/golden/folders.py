@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -47,7 +48,7 @@ def gguf_file(
     cfg: LlamaConfig,
     tensors: dict[str, np.ndarray],
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    fields: dict[str, str | bool | int | list] | None = None,
+    fields: dict[str, Any] | None = None,
     rope_freqs: np.ndarray | None = None,
 ) -> Path:
     """What llama.cpp's converter would write for these Hugging Face tensors: q and k rows interleaved."""
@@ -76,7 +77,13 @@ def gguf_file(
         "tokenizer.ggml.eos_token_id": 1,
     }
     for name, value in (plain | (fields or {})).items():
-        add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
+        add = {
+            bool: writer.add_bool,
+            float: writer.add_float32,
+            str: writer.add_string,
+            int: writer.add_uint32,
+            list: writer.add_array,
+        }
         add[type(value)](name, value)
     back = {name: part for part, name in NAMES.items()}
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as QType
 from golden.folders import gguf_file, hf_folder, random_tensors, tiny_config, tiny_tensors
 
-from models.checkpoint import CheckpointError, load_model, weights_fingerprint
+from models.checkpoint import CheckpointError, load_model, load_text, weights_fingerprint
 from models.checkpoint.gguf_file import GGUFFile
 from models.config import LlamaConfig, RopeScaling
 from models.rope import inverse_frequencies
@@ -120,6 +120,41 @@ def test_linear_scaling_and_several_end_tokens(tmp_path):
     ).tokenizer
     assert tokenizer is not None
     assert (tokenizer.eos_ids, tokenizer.settings.add_bos) == ((1, 7), True)
+
+
+def test_llama_3_ends_with_any_of_its_end_tokens(tmp_path):
+    tokens = [f"t{i}" for i in range(64)]
+    tokens[3:9] = ["<|end_of_text|>", "<|eot_id|>", "t", "<|eom_id|>", "0", "<|end_of_text|>x"]
+    fields = {"tokenizer.ggml.tokens": [*tokens[:62], "a", "t0"], "tokenizer.ggml.eos_token_id": 4}
+    kinds = [3 if i in (3, 4) else 1 for i in range(64)]  # 6 is a word that looks like an end
+    fields |= {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 9}
+    fields["tokenizer.ggml.tokens"][0] = "first"
+    tokenizer = load_text(gguf_file(tmp_path / "m.gguf", WIDE, random_tensors(WIDE), fields=fields))[1]
+    assert tokenizer is not None
+    assert tokenizer.eos_ids == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"llama.rope.scale_linear": 4.0}, RopeScaling("linear", 4.0)),
+        ({"llama.rope.scale_linear": 1.0}, None),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 0.0}, None),
+        ({"llama.attention.sliding_window": 256}, None),
+    ],
+)
+def test_fields_of_older_files_are_used(tmp_path, fields, expected):
+    path = gguf_file(tmp_path / "m.gguf", WIDE, random_tensors(WIDE), fields=fields)
+    assert load_model(path).cfg == replace(WIDE, rope_scaling=expected)
+
+
+def test_two_kinds_of_scaling_in_one_file_are_refused(tmp_path):
+    fields = {"llama.rope.scale_linear": 4.0}
+    path = gguf_file(tmp_path / "m.gguf", WIDE, random_tensors(WIDE), fields=fields, rope_freqs=np.ones(8))
+    with pytest.raises(
+        CheckpointError, match=r"m.gguf: both linear RoPE scaling and tensor rope_freqs.weight"
+    ):
+        load_model(path)
 
 
 def list_but_first(fields: dict) -> dict:
