@@ -7,7 +7,7 @@ from pathlib import Path
 from models.checkpoint.assemble import assemble, with_biases
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.huggingface_config import read_config
-from models.checkpoint.huggingface_tokenizer import read_tokenizer
+from models.checkpoint.huggingface_tokenizer import CONFIG_FILE, read_tokenizer
 from models.checkpoint.json_file import read_json
 from models.checkpoint.model import Model
 from models.checkpoint.safetensors_file import SafetensorsSource
@@ -31,7 +31,7 @@ NAMES = with_biases(
         "down": "model.layers.{}.mlp.down_proj.weight",
     }
 )
-CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_huggingface(folder: Path, target: Target) -> Model:

@@ -69,7 +69,7 @@ def read_config(config: dict[str, Any], *, where: str) -> LlamaConfig:
         )
     except CheckpointError:
         raise
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"{where}: {error}") from error
     _check_attention_is_full(config, cfg.max_position, where)
     return cfg

@@ -20,6 +20,7 @@ from models.tokenizer import (
 )
 
 JSON_FILE, SENTENCEPIECE_FILE, ABOUT_FILE = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any], vocab_size: int) -> Tokenizer | None:
@@ -33,16 +34,16 @@ def read_tokenizer(folder: Path, config: dict[str, Any], vocab_size: int) -> Tok
         about = read_json(folder / ABOUT_FILE, optional=True)
         if (found := _vocabulary(folder, about)) is None:
             return None
-        generation = read_json(folder / "generation_config.json", optional=True)
+        generation = read_json(folder / GENERATION_FILE, optional=True)
         bos = [
             *_named(folder, about, "bos_token", found),
-            *_ids(config.get("bos_token_id")),
+            *_ids(folder / CONFIG_FILE, config, "bos_token_id"),
             *_known(found.bos_id),
         ]
         ends = [
             *_named(folder, about, "eos_token", found),
-            *_ids(config.get("eos_token_id")),
-            *_ids(generation.get("eos_token_id")),
+            *_ids(folder / CONFIG_FILE, config, "eos_token_id"),
+            *_ids(folder / GENERATION_FILE, generation, "eos_token_id"),
             *_known(found.eos_id),
         ]
         for index in (*bos, *ends):
@@ -134,14 +135,16 @@ def _chat_template(folder: Path, about: dict[str, Any]) -> str | None:
             raise CheckpointError(f"{path}: {error}") from error
     template = about.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{folder / ABOUT_FILE}: chat_template is not text")
     return template
 
 
-def _ids(value: Any) -> list[int]:
+def _ids(path: Path, fields: dict[str, Any], name: str) -> list[int]:
+    value = fields.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"BOS or EOS id {value!r} is not a token id")
+        raise CheckpointError(f"{path}: {name} is {value!r:.80}: no token id")
     return ids

@@ -11,7 +11,8 @@ from models.checkpoint import gguf, gguf_tokenizer, huggingface, orbax
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.gguf import load_gguf
 from models.checkpoint.gguf_file import GGUFFile
-from models.checkpoint.huggingface import CONFIG_FILE, load_huggingface
+from models.checkpoint.huggingface import load_huggingface
+from models.checkpoint.huggingface_tokenizer import CONFIG_FILE
 from models.checkpoint.model import Model
 from models.checkpoint.orbax import MANIFEST_FILE, load_orbax, saved_dtype
 from models.checkpoint.target import Target

@@ -12,7 +12,7 @@ from golden.folders import hf_folder, tiny_config, tiny_tensors
 from golden.values import TINY_LLAMA, tiny_llama_logits
 from safetensors.numpy import save_file
 
-from models.checkpoint import CheckpointError, load_model
+from models.checkpoint import CheckpointError, load_model, load_text
 from models.checkpoint.huggingface_config import read_config
 from models.config import RopeScaling
 from models.llama import DTYPES, dense_logits
@@ -303,7 +303,7 @@ def test_end_tokens_are_the_union_of_all_files(tmp_path, config_eos, generation_
 
 @pytest.mark.parametrize("bad", [320, -1, [1, 4000], "two", True])
 def test_an_end_token_outside_the_vocabulary_is_a_load_error(tmp_path, bad):
-    with pytest.raises(CheckpointError, match="EOS id"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.*(EOS id|eos_token_id)"):
         load_model(hf_folder(tmp_path, eos_token_id=bad))
 
 
@@ -332,6 +332,31 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     tensors |= {name: np.ascontiguousarray(tensors[name][:300]) for name in (HEAD, EMBED)}
     with pytest.raises(CheckpointError, match="tokenizer has 320 tokens, the model 300"):
         load_model(hf_folder(tmp_path, tensors, vocab_size=300))
+
+
+JUNK = (None, True, 0, -1, 1.5, float("inf"), float("nan"), "x", [], {}, [1], [None], {"a": 1}, 2**70)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_junk_in_any_field_is_harmless_or_our_error(tmp_path, name):
+    folder = hf_folder(tmp_path)
+    whole = json.loads((folder / name).read_text())
+    paths = [(field,) for field in [*whole, "sliding_window", "chat_template", "added_tokens_decoder"]]
+    paths += [("rope_scaling", field) for field in whole.get("rope_scaling", {})]
+    refused = 0
+    for *parents, field in paths:
+        for value in JUNK:
+            fields = json.loads(json.dumps(whole))
+            inner = fields
+            for parent in parents:
+                inner = inner[parent]
+            inner[field] = value
+            (folder / name).write_text(json.dumps(fields))
+            try:
+                load_text(folder)
+            except CheckpointError as error:
+                refused += str(tmp_path) in str(error)
+    assert refused >= 10
 
 
 def test_what_is_no_model_says_so(tmp_path):
