@@ -109,6 +109,13 @@ def test_any_vocabulary_splits_by_the_rule(wholes, text):
     assert [pieces[i].text for i in ids] == wanted
 
 
+def test_without_byte_tokens_a_run_of_unknown_letters_is_one_unknown_token():
+    pieces = [Piece("<unk>", 0.0, PieceKind.UNKNOWN), *(Piece(text, 0.0, PieceKind.NORMAL) for text in "▁ab")]
+    tokenizer = Tokenizer(sentencepiece_bpe(pieces, prefix="every"), TokenizerSettings())
+    assert tokenizer.encode("a日本b") == [1, 2, 0, 3]
+    assert tokenizer.decode([1, 2, 0, 3]) == "ab"
+
+
 @given(ids=st.lists(st.integers(0, len(PIECES) - 1)), continues=st.booleans(), skip_special=st.booleans())
 def test_a_stream_of_any_tokens_is_the_decoding_of_the_whole(ids, continues, skip_special):
     stream = OURS.detokenizer(skip_special, continues=continues)
