@@ -62,13 +62,13 @@ def sentencepiece_bpe(pieces: Sequence[Piece], *, prefix: Prefix) -> tokenizers.
     )
     # the setters are wider than their declared types
     if prefix == "first":
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first", split=False)  # pyright: ignore
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first", split=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefix == "every" else []
         steps.append(normalizers.Replace(" ", SPACE))
-        backend.normalizer = normalizers.Sequence(steps)  # pyright: ignore
+        backend.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
     ends = [decoders.Strip(" ", 1, 0)] if prefix != "never" else []
-    backend.decoder = decoders.Sequence(  # pyright: ignore
+    backend.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )
     special = (PieceKind.CONTROL, PieceKind.UNKNOWN)
