@@ -14,9 +14,7 @@ from mooncake_jax.engine.jax_decode import JaxDecodeEngine
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
 from mooncake_jax.engine.oracle import Monolith
 
-SMALL = dataclasses.replace(
-    CPU, tile_tokens=32, attention_rows=4, prefill_key_tokens=(32, 32), decode_key_tokens=((32, 32),)
-)
+SMALL = dataclasses.replace(CPU, tile_tokens=32, attention_rows=4, prefill_key_tokens=(32, 32), decode_key_tokens=((32, 32),))
 MAX_TOKENS = 112
 
 
