@@ -40,7 +40,8 @@ def param_table(cfg: LlamaConfig) -> Params:
     """The pytree of `Param`s that defines what `params` is, in every checkpoint format and on every device.
 
     Matrices are (out, in), as Hugging Face stores them; q, k, v rows are fused in `qkv` (N·H, K·H, K·H
-    rows) and gate, up in `gate_up`. `lm_head` is present only where embeddings are not tied.
+    rows) and gate, up in `gate_up`. `lm_head` is present only where embeddings are not tied; `NAME_bias`
+    stands beside matrix NAME where the config has biases.
     """
     heads, kv_heads = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     layer = {
@@ -51,6 +52,8 @@ def param_table(cfg: LlamaConfig) -> Params:
         "gate_up": Param((2 * cfg.d_ff, cfg.d_model), ("mlp", "embed"), gain=1.0),
         "down": Param((cfg.d_model, cfg.d_ff), ("embed", "mlp"), gain=1.0),
     }
+    biased = ("qkv", "out") * cfg.attention_bias + ("gate_up", "down") * cfg.mlp_bias
+    layer |= {f"{name}_bias": Param(layer[name].shape[:1], layer[name].axes[:1], gain=3.0) for name in biased}
     table: Params = {
         "embed": Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=3.0),
         "layers": [dict(layer) for _ in range(cfg.num_layers)],
@@ -214,8 +217,9 @@ def head(cfg: LlamaConfig, platform: Platform, params: Params, x: jax.Array) -> 
         return linear(platform, norm(x, params["final_norm"], cfg.norm_eps), params["lm_head"])
 
 
-def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype, float32 accumulation and result."""
+def linear(platform: Platform, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype, float32 accumulation and result; plus
+    `bias` `[out]`."""
     rows = x.shape[0]
     x = x.astype(weight.dtype)
     if rows < platform.min_dot_rows:
@@ -228,7 +232,8 @@ def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     y = product(weight, x).T if rows <= platform.weights_first_rows else product(x, weight)
-    return y[:rows]
+    y = y[:rows]
+    return y if bias is None else y + bias.astype(jnp.float32)[None]
 
 
 def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -252,7 +257,8 @@ def _project(
     """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
     cfg = layout.cfg
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    columns = linear(layout.platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"])
+    normed = norm(x, layer["attn_norm"], cfg.norm_eps)
+    columns = linear(layout.platform, normed, layer["qkv"], layer.get("qkv_bias"))
     heads = split.gather_columns(columns, layout.shares).reshape(-1, N + 2 * K, H)
     turned = rope.rotate(heads[:, : N + K], cos, sin)
     dtype = layer["qkv"].dtype
@@ -266,13 +272,16 @@ def _stored(keys: jax.Array, values: jax.Array, pages: Pages) -> jax.Array:
 
 def _finish_layer(layout: _Layout, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
     """Output projection of attention `mixed` `[T, N·H]`, and the gated MLP, each added to the residual `x`."""
-    platform, shares = layout.platform, layout.shares
-    x = x + split.gather_columns(linear(platform, mixed, layer["out"]), shares)
-    both = linear(platform, norm(x, layer["mlp_norm"], layout.cfg.norm_eps), layer["gate_up"])
+
+    def project(name: str, rows: jax.Array) -> jax.Array:
+        return linear(layout.platform, rows, layer[name], layer.get(f"{name}_bias"))
+
+    x = x + split.gather_columns(project("out", mixed), layout.shares)
+    both = project("gate_up", norm(x, layer["mlp_norm"], layout.cfg.norm_eps))
     both = both.reshape(x.shape[0], layout.order, 2, -1)
     hidden = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]).reshape(x.shape[0], -1)
-    hidden = split.gather_columns(hidden.astype(layer["down"].dtype), shares)
-    return x + split.gather_columns(linear(platform, hidden, layer["down"]), shares)
+    hidden = split.gather_columns(hidden.astype(layer["down"].dtype), layout.shares)
+    return x + split.gather_columns(project("down", hidden), layout.shares)
 
 
 def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:
@@ -281,22 +290,24 @@ def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Arr
     Takes `params` of any dtype as they come from a checkpoint (see `param_table`).
     """
 
-    def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.matmul(x, weight.astype(jnp.float32).T, precision="highest")
+    def matmul(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        y = jnp.matmul(x, weight.astype(jnp.float32).T, precision="highest")
+        return y if bias is None else y + bias.astype(jnp.float32)[None]
 
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     cos, sin = rope.rotation(cfg, jnp.arange(tokens.shape[0]))
     x = jnp.asarray(params["embed"])[tokens].astype(jnp.float32)
     for layer in params["layers"]:
         layer = jax.tree.map(jnp.asarray, layer)
-        qkv = matmul(norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"])
+        qkv = matmul(norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"], layer.get("qkv_bias"))
         q, k, v = (
             part.reshape(-1, n, H)
             for part, n in zip(jnp.split(qkv, [N * H, (N + K) * H], 1), (N, K, K), strict=True)
         )
         mixed = attention.dense_attention(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v)
-        x = x + matmul(mixed.reshape(-1, N * H), layer["out"])
-        gate, up = jnp.split(matmul(norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1)
-        x = x + matmul(jax.nn.silu(gate) * up, layer["down"])
+        x = x + matmul(mixed.reshape(-1, N * H), layer["out"], layer.get("out_bias"))
+        normed = norm(x, layer["mlp_norm"], cfg.norm_eps)
+        gate, up = jnp.split(matmul(normed, layer["gate_up"], layer.get("gate_up_bias")), 2, axis=-1)
+        x = x + matmul(jax.nn.silu(gate) * up, layer["down"], layer.get("down_bias"))
     table = jnp.asarray(params.get("lm_head", params["embed"]))
     return matmul(norm(x, jnp.asarray(params["final_norm"]), cfg.norm_eps), table)

@@ -57,8 +57,13 @@ def gather_columns(x: jax.Array, num_devices: int) -> jax.Array:
     return x if num_devices == 1 else lax.all_gather(x, AXIS, axis=1, tiled=True)
 
 
+def is_shared(path: tuple[Any, ...]) -> bool:
+    """Whether a layer's parameter at this tree path has output columns (its rows) to share: all but norms have."""
+    return not path[-1].key.endswith("_norm")
+
+
 def share_columns(layers: Any, num_devices: int) -> Any:
-    """Host layers in the order that shares need: row r of a weight goes to device r // (rows/n) as it is, but
+    """Host layers in the order that shares need: row r of a weight or bias goes to device r // (rows/n) as it is, but
     `gate_up` is gate, up of device 0, gate, up of device 1, …
 
     Raises ValueError for a weight whose rows do not cut into equal shares.
@@ -67,15 +72,15 @@ def share_columns(layers: Any, num_devices: int) -> Any:
         return layers
 
     def share(path: tuple[Any, ...], weight: np.ndarray) -> np.ndarray:
+        if not is_shared(path):
+            return weight
         name = path[-1].key
-        if weight.ndim == 1:
-            return weight
-        if weight.shape[0] % (2 * num_devices if name == "gate_up" else num_devices):
+        parts = 2 * num_devices if name.startswith("gate_up") else num_devices
+        if weight.shape[0] % parts:
             raise ValueError(f"{name}: {weight.shape[0]} rows do not cut into {num_devices} equal shares")
-        if name != "gate_up":
+        if parts == num_devices:
             return weight
-        gate, up = np.split(np.asarray(weight), 2)
-        parts = [gate.reshape(num_devices, -1, gate.shape[1]), up.reshape(num_devices, -1, up.shape[1])]
-        return np.concatenate(parts, axis=1).reshape(weight.shape)
+        cut = np.asarray(weight).reshape(2, num_devices, -1, *weight.shape[1:])
+        return np.ascontiguousarray(cut.swapaxes(0, 1)).reshape(weight.shape)
 
     return jax.tree_util.tree_map_with_path(share, layers)

@@ -103,7 +103,11 @@ class JaxPrefillEngine:
         layers = split.share_columns(params["layers"], n)
         groups = [layers[i : i + size] for i in range(0, cfg.num_layers, size)]
         self._layers = [jax.tree.map(self._mesh.put, group) for group in groups]
-        self._layer_shares = [split_group(self._mesh, group) for group in groups]
+        place = {EngineMesh.WHOLE: self._mesh.put, EngineMesh.PARTS: self._mesh.put_parts}
+        self._layer_shares = [  # in the memory of the whole weights, where its alignment allows
+            jax.tree.map(lambda weight, spec: place[spec](weight), group, _share_specs(group))
+            for group in groups
+        ]
         self._storage = self._platform.storage_dtype(dtype)
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
         runs = [self._platform.prefill_pages(cfg, self._rows_of_a_run(tile)) for tile in self._tiles]
@@ -350,7 +354,7 @@ class JaxPrefillEngine:
             return mesh.side_by_side(run, (layers, x, whole, whole), (x, whole, whole))
 
         by_rows = group_step(llama.prefill_group, whole, parts)
-        by_columns = group_step(llama.prefill_group_by_columns, share_specs(self._layers[0]), whole)
+        by_columns = group_step(llama.prefill_group_by_columns, _share_specs(self._layers[0]), whole)
         embed, group, last = {}, {}, {}
         for tile in self._tiles:
             columns = self._by_columns(tile)
@@ -391,14 +395,11 @@ class JaxPrefillEngine:
         return self._programs
 
 
-def share_specs(group: list[llama.Params]) -> list[dict[str, Any]]:
-    """Which of a group's parameters are cut over the devices: matrices are, norms are whole."""
-    return jax.tree.map(lambda weight: EngineMesh.PARTS if weight.ndim == 2 else EngineMesh.WHOLE, group)
-
-
-def split_group(mesh: EngineMesh, group: list[llama.Params]) -> list[llama.Params]:
-    """A group's host parameters as shares on the devices; they alias what is whole there, where memory allows."""
-    return jax.tree.map(lambda weight: (mesh.put_parts if weight.ndim == 2 else mesh.put)(weight), group)
+def _share_specs(group: list[llama.Params]) -> list[dict[str, Any]]:
+    """Which of a group's parameters are cut over the devices."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: EngineMesh.PARTS if split.is_shared(path) else EngineMesh.WHOLE, group
+    )
 
 
 def draw_greedy(
