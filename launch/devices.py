@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import jax
 
@@ -19,7 +20,7 @@ def cpu_devices(num_cores: int) -> int:
     return min(_MOST_CPU_DEVICES, 1 << (max(1, num_cores).bit_length() - 1))
 
 
-def compute_devices() -> list[jax.Device]:
+def compute_devices() -> list[Any]:
     """All cores that this process may use, as devices, on the CPU; else the first accelerator.
 
     The first call of a process decides, if nothing has used JAX before.

@@ -29,10 +29,10 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from kvstore.store import SlotLayout
 
 from kvstore import Client, Node, NodeConfig
 from kvstore.block import KEY_NBYTES, BlockFormat
+from kvstore.node.store import SlotLayout
 from kvstore.rpc import Server
 from kvstore.transfer import TransferEngine
 from launch.benchmarks.options import Options

@@ -74,7 +74,7 @@ class JaxPrefillEngine:
         max_tokens: int,
         fingerprint: bytes,
         platform: Platform | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         if not 1 <= max_tokens <= cfg.max_position:
             raise ValueError(

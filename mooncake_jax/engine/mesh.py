@@ -18,7 +18,7 @@ class EngineMesh:
     WHOLE = PartitionSpec()  # on every device
     PARTS = PartitionSpec(split.AXIS)  # the first axis in equal parts
 
-    def __init__(self, devices: Sequence[jax.Device] | None) -> None:
+    def __init__(self, devices: Sequence[Any] | None) -> None:
         self.mesh = Mesh(np.array(list(devices or jax.local_devices()[:1])), (split.AXIS,))
         self.whole = NamedSharding(self.mesh, self.WHOLE)
         self.parts = NamedSharding(self.mesh, self.PARTS)
