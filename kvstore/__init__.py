@@ -1,13 +1,9 @@
 """The global KVCache store: `Directory` (who holds what), `Node` (DRAM slots), `Client` (put, get, remove)."""
 
 from kvstore.block import BlockFormat, chain_keys, root_key
-from kvstore.client import Client
-from kvstore.directory import Directory
-from kvstore.index import PrefixIndex, PrefixMatch
+from kvstore.client import Client, PutResult, RemoteLease
+from kvstore.directory import Directory, DirectoryReplica, PrefixIndex, PrefixMatch, ReplicaListener
 from kvstore.node import Lease, Node, NodeConfig, Reservation
-from kvstore.remote_lease import RemoteLease
-from kvstore.remote_put import PutResult
-from kvstore.watch import DirectoryReplica, ReplicaListener
 
 __all__ = [
     "BlockFormat",

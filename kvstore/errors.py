@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import grpc
 
+DEFAULT_RETRY_AFTER_SECONDS = 1.0
+
 
 class StoreError(Exception):
     """Base of every error that crosses a process boundary; its class is its status code."""
@@ -36,7 +38,7 @@ class DeadlineError(StoreError):
 class RefusedError(StoreError):
     """Admission control: the SLO is out of reach; the message may carry a Retry-After in seconds."""
 
-    def __init__(self, message: str, retry_after_seconds: float = 1.0):
+    def __init__(self, message: str, retry_after_seconds: float = DEFAULT_RETRY_AFTER_SECONDS):
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 

@@ -181,9 +181,10 @@ class Reserved(msgspec.Struct, frozen=True):
 
 
 class ReserveReply(msgspec.Struct, frozen=True):
-    """The writer must have committed `lease_seconds` after it asked; then the keys are free again."""
+    """The writer must have committed `lease_seconds` after it asked; then the keys are free again, and no
+    write is let in any more."""
 
-    handle: Handle
+    handle: Handle  # also the permit that its writes carry
     lease_seconds: float
     items: list[Reserved]
 

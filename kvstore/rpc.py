@@ -16,7 +16,16 @@ import grpc
 import grpc.aio
 import msgspec
 
-from kvstore.errors import ERRORS, STATUS, InternalError, InvalidError, RefusedError, StoreError
+from kvstore.errors import (
+    DEFAULT_RETRY_AFTER_SECONDS,
+    ERRORS,
+    STATUS,
+    InternalError,
+    InvalidError,
+    RefusedError,
+    StoreError,
+    UnavailableError,
+)
 
 MAX_MESSAGE_NBYTES = 16 << 20
 _OPTIONS = [
@@ -32,6 +41,7 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _RETRY_AFTER = "retry-after-seconds"
+_LONGEST_RETRY_AFTER_SECONDS = 86_400.0
 log = logging.getLogger(__name__)
 
 
@@ -154,8 +164,17 @@ def domain_error(error: grpc.RpcError, where: str) -> StoreError:
     message = f"{where}: {call.details()}"
     if kind is RefusedError:
         trailing = dict(call.trailing_metadata() or ())
-        return RefusedError(message, float(trailing.get(_RETRY_AFTER, 1.0)))
+        return RefusedError(message, _retry_after_seconds(trailing.get(_RETRY_AFTER)))
     return kind(message)
+
+
+def _retry_after_seconds(raw: str | bytes | None) -> float:
+    """What the peer asks to wait; the default for anything but a number of seconds from 0 to a day."""
+    try:
+        seconds = float(raw or "")
+    except ValueError:
+        return DEFAULT_RETRY_AFTER_SECONDS
+    return seconds if 0 <= seconds <= _LONGEST_RETRY_AFTER_SECONDS else DEFAULT_RETRY_AFTER_SECONDS
 
 
 class Stub:
@@ -193,6 +212,8 @@ class Stub:
                 return _valid(call(request, timeout=default_timeout if timeout is None else timeout))
             except grpc.RpcError as error:
                 raise domain_error(error, where) from error
+            except ValueError as error:  # gRPC's word for a channel that was closed
+                raise UnavailableError(f"{where}: {error}") from error
 
         return checked
 

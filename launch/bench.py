@@ -8,18 +8,23 @@ Rounds of ours and the peer alternate; a ratio is the median of the per-round ra
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 
 from launch.benchmarks.options import Options
+from launch.benchmarks.prompts import trace_file
 from launch.benchmarks.record import Machine, Suite
+from launch.process import UsageError, run_main, stop_on_signals
 
 SUITES = ("engine", "transfer", "store", "schedule")
+TO_COME = ("simulate",)
 
-_SUITE = flags.DEFINE_enum("suite", None, SUITES, "What to measure.", required=True)
+_SUITE = flags.DEFINE_enum("suite", None, SUITES + TO_COME, "What to measure.", required=True)
 _JSON = flags.DEFINE_string(
     "json", None, "File to write the rows to (JSON); its folder is made when missing."
 )
@@ -32,17 +37,30 @@ _PEERS = flags.DEFINE_string(
 _MODEL = flags.DEFINE_string(
     "model", "", "engine: checkpoint to measure; if empty, SmolLM2-135M-Instruct is fetched."
 )
+_TRACE = flags.DEFINE_string(
+    "trace",
+    os.environ.get("MOONCAKE_TRACES", ""),
+    "schedule: a Mooncake trace, or the folder that has conversation_trace.jsonl (also by the environment variable "
+    "MOONCAKE_TRACES); if empty, prompts are generated.",
+)
 _ROWS = flags.DEFINE_list("rows", [], "Only rows whose name starts with one of these.")
 
 
-def main(argv: list[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.WARNING)
+        raise UsageError(f"unexpected argument {argv[1]!r}")
+    if _SUITE.value in TO_COME:
+        raise UsageError(
+            f"--suite={_SUITE.value}: the simulator does not exist yet; there are {', '.join(SUITES)}"
+        )
     peers = Path(_PEERS.value).resolve() if _PEERS.value else None
     if peers and not peers.is_dir():
-        raise app.UsageError(f"--peers: {peers} is not a folder")
-    options = Options(_QUICK.value, peers, _MODEL.value, tuple(_ROWS.value))
+        raise UsageError(f"--peers: {peers} is not a folder")
+    trace = trace_file(Path(_TRACE.value)) if _TRACE.value else None
+    if trace and not trace.is_file():
+        raise UsageError(f"--trace: there is no file {trace}")
+    stop_on_signals()  # peers and roles end with the bench, however it ends
+    options = Options(_QUICK.value, peers, _MODEL.value, tuple(_ROWS.value), trace)
     rows = import_module(f"launch.benchmarks.{_SUITE.value}").run(options)
     suite = Suite(_SUITE.value, Machine.here(), rows)
     if _JSON.value:
@@ -52,4 +70,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_main(main)

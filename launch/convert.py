@@ -3,8 +3,8 @@
     python -m launch.convert --source=model.gguf --target=my-model --dtype=bfloat16
     python -m launch.convert                            (SmolLM2-135M-Instruct, into the user's cache)
 
-The source is a GGUF file (F32, F16, BF16, Q8_0, Q4_1), a Hugging Face folder (safetensors) or a checkpoint
-of ours.
+The source is a GGUF file, a Hugging Face folder (safetensors) or a checkpoint of ours; docs/models.md says which
+models and types. A bar shows how far reading is.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launch.devices import compute_devices
 from launch.instance import engine_arguments
 from mooncake_jax.engine.jax_decode import JaxDecodeEngine
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
@@ -12,8 +13,9 @@ NUM_SLOTS = 2  # a prefill instance's default: its compiled programs are in the 
 
 def load_monolith(source: str, dtype: str, max_tokens: int, *, for_scores: bool = False) -> Monolith:
     """Loaded and warm. `max_tokens` 0: as long as the model allows. `for_scores`: for `score` only."""
+    devices = compute_devices()
     arguments = engine_arguments(source, dtype, max_tokens, num_slots=NUM_SLOTS)
-    prefill, decode = JaxPrefillEngine(**arguments), JaxDecodeEngine(**arguments)
+    prefill, decode = JaxPrefillEngine(**arguments, devices=devices), JaxDecodeEngine(**arguments)
     monolith = Monolith(prefill, decode)
     if for_scores:
         prefill.warm_up()

@@ -27,12 +27,15 @@ FLAGS = flags.FLAGS
 
 def build(stack: ExitStack) -> tuple[str, str]:
     pin_to_cores()
+    from launch.devices import compute_devices
     from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
     from mooncake_jax.instance import start_prefill
     from mooncake_jax.prefill.config import PrefillConfig
 
     keep_compiled_programs(FLAGS.compile_cache)
-    engine = JaxPrefillEngine(**engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value))
+    devices = compute_devices()
+    arguments = engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value)
+    engine = JaxPrefillEngine(**arguments, devices=devices)
     instance = start_prefill(instance_config(), engine, PrefillConfig(max_queue=MAX_QUEUE.value))
     stack.callback(instance.close)
     return FLAGS.name, instance.address

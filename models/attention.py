@@ -8,6 +8,7 @@ folded into rows, so grouped-query attention needs no repeated keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -92,45 +93,63 @@ def _extend(
 
 def tile_attention(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    firsts: Sequence[jax.Array],
     pages: Pages,
     slot: jax.Array,
-    start: jax.Array,
     platform: Platform,
     run_pages: int,
 ) -> jax.Array:
-    """Attention of a tile at positions start … over itself (causal) and the `start` cached tokens of `slot`.
+    """Causal attention of a tile over the pages of `slot`, which hold the tile's own keys already.
 
-    queries `[T, N, H]` float32; keys, values `[T, K, H]` in compute dtype; result `[T, N, H]` float32.
+    queries `[T, N, H]` float32 are equal runs of rows, run i at positions firsts[i] …; result `[T, N, H]`
+    float32.
     """
     T, N, H = queries.shape
-    K = keys.shape[1]
-    G = N // K
+    K = pages.shape[2]
+    run = T // len(firsts)
+    rows = min(run, platform.attention_rows)
     with jax.named_scope("tile_attention"):
-        q = _scaled(queries).astype(keys.dtype).reshape(T, K, G, H).transpose(1, 2, 0, 3).reshape(K, G * T, H)
-        row = jnp.tile(jnp.arange(T), G)
-        causal = row[:, None] >= jnp.arange(T)[None, :]
-        state = _extend(None, q, keys.transpose(1, 0, 2), values.transpose(1, 0, 2), causal[None], platform)
-        run_tokens = run_pages * pages.shape[4]
+        dtype = jnp.float32 if pages.dtype == jnp.float32 else jnp.bfloat16
+        q = _scaled(queries).astype(dtype).reshape(T, K, N // K, H)
+        pieces = [
+            _attend(q[row : row + rows], first + row % run, pages, slot, platform, run_pages)
+            for first, begin in zip(firsts, range(0, T, run), strict=True)
+            for row in range(begin, begin + run, rows)
+        ]
+        return jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
-        def read(j: jax.Array) -> jax.Array:
-            return cache.read_pages(pages, None, slot, j * run_pages, run_pages)  # [K, 2, S, H]
 
-        def whole(j: jax.Array, state: _Softmax) -> _Softmax:
-            run = cache.from_storage(read(j))
-            return _extend(state, q, run[:, 0], run[:, 1], None, platform)
+def _attend(
+    queries: jax.Array, first: jax.Array, pages: Pages, slot: jax.Array, platform: Platform, run_pages: int
+) -> jax.Array:
+    """Attention of rows `[T, K, G, H]` at positions first … over the pages of `slot`: `[T, N, H]` float32."""
+    T, K, G, H = queries.shape
+    S = run_pages * pages.shape[4]
+    q = queries.transpose(1, 2, 0, 3).reshape(K, G * T, H)
+    positions = first + jnp.tile(jnp.arange(T, dtype=jnp.int32), G)
 
-        def partial(j: jax.Array, state: _Softmax) -> _Softmax:
-            cached = (j * run_tokens + jnp.arange(run_tokens, dtype=jnp.int32)) < start
-            run = read(j)
-            run = cache.from_storage(jnp.where(cached[None, None, :, None], run, jnp.zeros((), run.dtype)))
-            return _extend(state, q, run[:, 0], run[:, 1], cached[None, None, :], platform)
+    def read(j: jax.Array) -> jax.Array:
+        return cache.read_pages(pages, None, slot, j * run_pages, run_pages)  # [K, 2, S, H]
 
-        num_whole = start // run_tokens
-        state = lax.fori_loop(jnp.int32(0), num_whole, whole, state)
-        state = lax.fori_loop(num_whole, (start + run_tokens - 1) // run_tokens, partial, state)
-        return state.finish().reshape(K, G, T, H).transpose(2, 0, 1, 3).reshape(T, N, H)
+    def whole(j: jax.Array, state: _Softmax) -> _Softmax:
+        both = cache.from_storage(read(j))
+        return _extend(state, q, both[:, 0], both[:, 1], None, platform)
+
+    def partial(j: jax.Array, state: _Softmax) -> _Softmax:
+        keys_at = j * S + jnp.arange(S, dtype=jnp.int32)
+        both = read(j)
+        written = (keys_at < first + T)[None, None, :, None]
+        both = cache.from_storage(jnp.where(written, both, jnp.zeros((), both.dtype)))
+        mask = (keys_at[None, :] <= positions[:, None])[None]
+        return _extend(state, q, both[:, 0], both[:, 1], mask, platform)
+
+    state = _Softmax(
+        jnp.full((K, G * T, 1), _MASKED), jnp.zeros((K, G * T, 1)), jnp.zeros((K, G * T, H))
+    )  # every row sees key 0 in the first run: its maximum is finite from there on
+    num_whole = (first + 1) // S
+    state = lax.fori_loop(jnp.int32(0), num_whole, whole, state)
+    state = lax.fori_loop(num_whole, (first + T + S - 1) // S, partial, state)
+    return state.finish().reshape(K, G, T, H).transpose(2, 0, 1, 3).reshape(T, K * G, H)
 
 
 def decode_attention(

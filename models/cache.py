@@ -35,11 +35,10 @@ def from_storage(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
-def to_pages(cfg: LlamaConfig, keys: jax.Array, values: jax.Array, num_valid: jax.Array) -> jax.Array:
-    """Keys, values `[T, K, H]` of a tile at a page start → pages `[M, K, 2, Z, H]`, 0 from row `num_valid`."""
-    T = keys.shape[0]
+def to_pages(cfg: LlamaConfig, both: jax.Array, num_valid: jax.Array) -> jax.Array:
+    """Keys and values `[T, K, 2, H]` of a tile at a page start → pages `[M, K, 2, Z, H]`, 0 from row `num_valid`."""
+    T = both.shape[0]
     Z = cfg.block_tokens
-    both = jnp.stack([keys, values], axis=2)  # [T, K, 2, H]
     both = jnp.where(jnp.arange(T)[:, None, None, None] < num_valid, both, jnp.zeros((), both.dtype))
     both = jnp.pad(both, ((0, -T % Z), (0, 0), (0, 0), (0, 0)))
     return both.reshape(-1, Z, *both.shape[1:]).transpose(0, 2, 3, 1, 4)
@@ -51,14 +50,11 @@ def write_pages(pages: Pages, new: jax.Array, slot: jax.Array, first_page: jax.A
     return lax.dynamic_update_slice(pages, new[None], (slot, first_page, zero, zero, zero, zero))
 
 
-def write_rows(
-    pages: Pages, keys: jax.Array, values: jax.Array, positions: jax.Array, active: jax.Array
-) -> Pages:
-    """Put one token's keys and values `[b, K, H]` per slot at `positions` `[b]`; inactive slots stay."""
+def write_rows(pages: Pages, both: jax.Array, positions: jax.Array, active: jax.Array) -> Pages:
+    """Put one token's keys and values `[b, K, 2, H]` per slot at `positions` `[b]`; inactive slots stay."""
     Z, b = pages.shape[4], positions.shape[0]
-    rows = jnp.stack([keys, values], axis=2)  # [b, K, 2, H]
     page = jnp.where(active, positions // Z, pages.shape[1])  # past the end: dropped
-    return pages.at[jnp.arange(b), page, :, :, positions % Z].set(rows, mode="drop", unique_indices=True)
+    return pages.at[jnp.arange(b), page, :, :, positions % Z].set(both, mode="drop", unique_indices=True)
 
 
 def read_pages(

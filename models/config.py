@@ -6,6 +6,7 @@ tokenizer's, not the model's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -28,7 +29,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("llama3", "linear"):
             raise ValueError(f"RoPE scaling kind {self.kind!r}: expected 'llama3' or 'linear'")
-        if not self.factor >= 1.0:
+        if not 1.0 <= self.factor < math.inf:
             raise ValueError(f"RoPE scaling factor must be at least 1, got {self.factor}")
         if self.kind == "llama3":
             if not 0.0 < self.low_freq_factor < self.high_freq_factor:
@@ -58,6 +59,8 @@ class LlamaConfig:
     layers_per_group: int  # l: layers that one prefill program computes
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    attention_bias: bool = False  # of q, k, v and the output projection
+    mlp_bias: bool = False  # of gate, up and down
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from models import attention, cache, rope
+from models import attention, cache, rope, split
 from models.cache import Pages
 from models.config import LlamaConfig
 from models.platform import Platform
@@ -40,7 +40,8 @@ def param_table(cfg: LlamaConfig) -> Params:
     """The pytree of `Param`s that defines what `params` is, in every checkpoint format and on every device.
 
     Matrices are (out, in), as Hugging Face stores them; q, k, v rows are fused in `qkv` (N·H, K·H, K·H
-    rows) and gate, up in `gate_up`. `lm_head` is present only where embeddings are not tied.
+    rows) and gate, up in `gate_up`. `lm_head` is present only where embeddings are not tied; `NAME_bias`
+    stands beside matrix NAME where the config has biases.
     """
     heads, kv_heads = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     layer = {
@@ -51,6 +52,8 @@ def param_table(cfg: LlamaConfig) -> Params:
         "gate_up": Param((2 * cfg.d_ff, cfg.d_model), ("mlp", "embed"), gain=1.0),
         "down": Param((cfg.d_model, cfg.d_ff), ("embed", "mlp"), gain=1.0),
     }
+    biased = ("qkv", "out") * cfg.attention_bias + ("gate_up", "down") * cfg.mlp_bias
+    layer |= {f"{name}_bias": Param(layer[name].shape[:1], layer[name].axes[:1], gain=3.0) for name in biased}
     table: Params = {
         "embed": Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=3.0),
         "layers": [dict(layer) for _ in range(cfg.num_layers)],
@@ -100,12 +103,10 @@ def _named_leaves(tree: Params) -> list[tuple[str, Any]]:
 
 
 def prepare(cfg: LlamaConfig, params: Params, dtype: str, platform: Platform) -> Params:
-    """Host parameters → the pytree the steps take: `embed` in storage dtype, and `lm_head` always present."""
+    """Host parameters → the host pytree the steps take: `embed` in storage dtype, and `lm_head` always present."""
     check_params(cfg, params, dtype)
-    table = np.asarray(params["embed"])
-    head = params.get("lm_head", params["embed"])
-    prepared = {**params, "embed": table.view(platform.storage_dtype(dtype)), "lm_head": head}
-    return jax.tree.map(jax.device_put, prepared)
+    table = np.asarray(params["embed"]).view(platform.storage_dtype(dtype))
+    return {**params, "embed": table, "lm_head": params.get("lm_head", params["embed"])}
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -118,6 +119,7 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
 def prefill_group(
     cfg: LlamaConfig,
     platform: Platform,
+    num_devices: int,
     layers: list[Params],
     x: jax.Array,
     group: list[Pages],
@@ -125,28 +127,59 @@ def prefill_group(
     start: jax.Array,
     num_valid: jax.Array,
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
-    """One layer group over a tile of one slot: `x` `[T, D]` at positions start …, of which `num_valid` rows
-    count.
+    """One layer group over a tile of one slot, at positions start …, of which `num_valid` rows count.
 
-    Returns the new `x`, the group's cache (pass the old one donated) and the tile's KV as blocks `[M, l, K,
-    2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a multiple of Z, and the cache has room
-    for M pages there.
+    `x` `[T/n, D]` are this device's rows as `split.dealt` has them, n = `num_devices`; above one, this runs
+    inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the whole
+    tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a multiple
+    of Z, and the cache has room for M pages there.
     """
-    Z = cfg.block_tokens
-    cos, sin = rope.rotation(cfg, start + jnp.arange(x.shape[0], dtype=jnp.int32))
+    firsts = [start + offset for offset in split.first_offsets(x.shape[0], num_devices)]
+    run = jnp.arange(x.shape[0] // len(firsts), dtype=jnp.int32)
+    cos, sin = rope.rotation(cfg, jnp.concatenate([first + run for first in firsts]))
+    run_pages = platform.prefill_pages(cfg, x.shape[0] // len(firsts))
+    layout = _Layout(cfg, platform, order=num_devices)
     group, blocks = list(group), []
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(cfg, platform, layer, x, cos, sin)
-            new = cache.to_pages(
-                cfg, cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype), num_valid
-            )
-            group[i] = cache.write_pages(group[i], new, slot, start // Z)
-            mixed = attention.tile_attention(
-                q, k, v, group[i], slot, start, platform, platform.prefill_pages(cfg, x.shape[0])
-            )
-            x = _finish_layer(cfg, platform, layer, x, mixed)
-            blocks.append(new)
+            q, k, v = _project(layout, layer, x, cos, sin)
+            both = split.gather_rows(_stored(k, v, group[i]), num_devices)
+            blocks.append(cache.to_pages(cfg, both, num_valid))
+            group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
+            mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages)
+            x = _finish_layer(layout, layer, x, mixed.reshape(x.shape[0], -1))
+    return x, group, jnp.stack(blocks, axis=1)
+
+
+def prefill_group_by_columns(
+    cfg: LlamaConfig,
+    platform: Platform,
+    num_devices: int,
+    layers: list[Params],
+    x: jax.Array,
+    group: list[Pages],
+    slot: jax.Array,
+    start: jax.Array,
+    num_valid: jax.Array,
+) -> tuple[jax.Array, list[Pages], jax.Array]:
+    """`prefill_group` for a tile of few rows: `x` is the whole tile `[T, D]`, `layers` this device's shares
+    (`split.share_columns`)."""
+    T = x.shape[0]
+    cos, sin = rope.rotation(cfg, start + jnp.arange(T, dtype=jnp.int32))
+    rows = T // num_devices
+    first = lax.axis_index(split.AXIS).astype(jnp.int32) * rows
+    run_pages = platform.prefill_pages(cfg, rows)
+    layout = _Layout(cfg, platform, shares=num_devices)
+    group, blocks = list(group), []
+    for i, layer in enumerate(layers):
+        with jax.named_scope(f"layer_{i}"):
+            q, k, v = _project(layout, layer, x, cos, sin)
+            blocks.append(cache.to_pages(cfg, _stored(k, v, group[i]), num_valid))
+            group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
+            own = lax.dynamic_slice_in_dim(q, first, rows)
+            mixed = attention.tile_attention(own, [start + first], group[i], slot, platform, run_pages)
+            mixed = lax.all_gather(mixed.reshape(rows, -1), split.AXIS, tiled=True)
+            x = _finish_layer(layout, layer, x, mixed)
     return x, group, jnp.stack(blocks, axis=1)
 
 
@@ -166,15 +199,15 @@ def decode_group(
     """
     cos, sin = rope.rotation(cfg, positions)
     longest = jnp.where(active, positions + 1, 0).max()
+    run_pages = platform.decode_pages(cfg, x.shape[0])
+    layout = _Layout(cfg, platform)
     group = list(group)
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(cfg, platform, layer, x, cos, sin)
-            k, v = cache.to_storage(k, group[i].dtype), cache.to_storage(v, group[i].dtype)
-            group[i] = cache.write_rows(group[i], k, v, positions, active)
-            run_pages = platform.decode_pages(cfg, x.shape[0])
+            q, k, v = _project(layout, layer, x, cos, sin)
+            group[i] = cache.write_rows(group[i], _stored(k, v, group[i]), positions, active)
             mixed = attention.decode_attention(q, group[i], positions, longest, platform, run_pages)
-            x = _finish_layer(cfg, platform, layer, x, mixed)
+            x = _finish_layer(layout, layer, x, mixed.reshape(x.shape[0], -1))
     return x, group
 
 
@@ -184,8 +217,9 @@ def head(cfg: LlamaConfig, platform: Platform, params: Params, x: jax.Array) -> 
         return linear(platform, norm(x, params["final_norm"], cfg.norm_eps), params["lm_head"])
 
 
-def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype, float32 accumulation and result."""
+def linear(platform: Platform, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`x` `[T, in]` times `weight` `[out, in]`, in the weight's dtype, float32 accumulation and result; plus
+    `bias` `[out]`."""
     rows = x.shape[0]
     x = x.astype(weight.dtype)
     if rows < platform.min_dot_rows:
@@ -198,7 +232,8 @@ def linear(platform: Platform, x: jax.Array, weight: jax.Array) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     y = product(weight, x).T if rows <= platform.weights_first_rows else product(x, weight)
-    return y[:rows]
+    y = y[:rows]
+    return y if bias is None else y + bias.astype(jnp.float32)[None]
 
 
 def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -206,28 +241,47 @@ def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)[None]
 
 
+class _Layout(NamedTuple):
+    """How the weights lie before a step: this device's one of `shares` of the columns, or all of them in the `order`
+    that so many shares need (see `split.share_columns`)."""
+
+    cfg: LlamaConfig
+    platform: Platform
+    shares: int = 1
+    order: int = 1
+
+
 def _project(
-    cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
+    layout: _Layout, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
+    cfg = layout.cfg
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    heads = linear(platform, norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"]).reshape(
-        -1, N + 2 * K, H
-    )
+    normed = norm(x, layer["attn_norm"], cfg.norm_eps)
+    columns = linear(layout.platform, normed, layer["qkv"], layer.get("qkv_bias"))
+    heads = split.gather_columns(columns, layout.shares).reshape(-1, N + 2 * K, H)
     turned = rope.rotate(heads[:, : N + K], cos, sin)
     dtype = layer["qkv"].dtype
     return turned[:, :N], turned[:, N:].astype(dtype), heads[:, N + K :].astype(dtype)
 
 
-def _finish_layer(
-    cfg: LlamaConfig, platform: Platform, layer: Params, x: jax.Array, mixed: jax.Array
-) -> jax.Array:
-    """Output projection of attention `mixed` `[T, N, H]`, and the gated MLP, each added to the residual `x`."""
-    x = x + linear(platform, mixed.reshape(x.shape[0], -1), layer["out"])
-    gate, up = jnp.split(
-        linear(platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1
-    )
-    return x + linear(platform, jax.nn.silu(gate) * up, layer["down"])
+def _stored(keys: jax.Array, values: jax.Array, pages: Pages) -> jax.Array:
+    """Keys and values `[T, K, H]` as the cache keeps them, `[T, K, 2, H]`."""
+    return cache.to_storage(jnp.stack([keys, values], axis=2), pages.dtype)
+
+
+def _finish_layer(layout: _Layout, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
+    """Output projection of attention `mixed` `[T, N·H]`, and the gated MLP, each added to the residual `x`."""
+
+    def project(name: str, rows: jax.Array) -> jax.Array:
+        return linear(layout.platform, rows, layer[name], layer.get(f"{name}_bias"))
+
+    x = x + split.gather_columns(project("out", mixed), layout.shares)
+    both = project("gate_up", norm(x, layer["mlp_norm"], layout.cfg.norm_eps))
+    both = both.reshape(x.shape[0], layout.order, 2, -1)
+    hidden = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]).reshape(x.shape[0], -1)
+    hidden = split.gather_columns(hidden.astype(layer["down"].dtype), layout.shares)
+    return x + split.gather_columns(project("down", hidden), layout.shares)
 
 
 def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:
@@ -236,22 +290,24 @@ def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Arr
     Takes `params` of any dtype as they come from a checkpoint (see `param_table`).
     """
 
-    def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.matmul(x, weight.astype(jnp.float32).T, precision="highest")
+    def matmul(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        y = jnp.matmul(x, weight.astype(jnp.float32).T, precision="highest")
+        return y if bias is None else y + bias.astype(jnp.float32)[None]
 
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     cos, sin = rope.rotation(cfg, jnp.arange(tokens.shape[0]))
     x = jnp.asarray(params["embed"])[tokens].astype(jnp.float32)
     for layer in params["layers"]:
         layer = jax.tree.map(jnp.asarray, layer)
-        qkv = matmul(norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"])
+        qkv = matmul(norm(x, layer["attn_norm"], cfg.norm_eps), layer["qkv"], layer.get("qkv_bias"))
         q, k, v = (
             part.reshape(-1, n, H)
             for part, n in zip(jnp.split(qkv, [N * H, (N + K) * H], 1), (N, K, K), strict=True)
         )
         mixed = attention.dense_attention(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v)
-        x = x + matmul(mixed.reshape(-1, N * H), layer["out"])
-        gate, up = jnp.split(matmul(norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"]), 2, axis=-1)
-        x = x + matmul(jax.nn.silu(gate) * up, layer["down"])
+        x = x + matmul(mixed.reshape(-1, N * H), layer["out"], layer.get("out_bias"))
+        normed = norm(x, layer["mlp_norm"], cfg.norm_eps)
+        gate, up = jnp.split(matmul(normed, layer["gate_up"], layer.get("gate_up_bias")), 2, axis=-1)
+        x = x + matmul(jax.nn.silu(gate) * up, layer["down"], layer.get("down_bias"))
     table = jnp.asarray(params.get("lm_head", params["embed"]))
     return matmul(norm(x, jnp.asarray(params["final_norm"]), cfg.norm_eps), table)

@@ -21,8 +21,10 @@ class Platform:
     weights_first_rows: int  # up to here weights are a dot's left operand: XLA:CPU repacks the right one
     short_exp2: bool  # for bf16 attention weights, an exp2 that is exact to bf16 and no further
     tile_tokens: int  # the largest prefill tile
-    prefill_key_tokens: tuple[int, int]  # keys of one step of online softmax: at least, at most
-    prefill_scores: int  # queries times keys of one step, between these bounds
+    tile_tokens_by_columns: int  # up to here several devices split a tile's columns, not its rows
+    attention_rows: int  # the most query tokens of one step of online softmax in prefill
+    prefill_key_tokens: tuple[int, int]  # keys of such a step: at least, at most
+    prefill_scores: int  # queries times keys of a step, between these bounds
     # (largest batch, keys of one step), ascending; the last is open
     decode_key_tokens: tuple[tuple[int, int], ...]
 
@@ -32,10 +34,11 @@ class Platform:
             return np.dtype(np.float32)
         return np.dtype(np.uint16) if self.bf16_as_bits else np.dtype(jax.numpy.bfloat16)
 
-    def prefill_pages(self, cfg: LlamaConfig, tile: int) -> int:
-        """Pages that attention of a tile of `tile` tokens reads at a time: the shorter the tile, the more."""
+    def prefill_pages(self, cfg: LlamaConfig, num_rows: int) -> int:
+        """Pages that attention of a run of `num_rows` query tokens reads at a time: the fewer rows, the more."""
         fewest, most = self.prefill_key_tokens
-        return max(1, min(most, max(fewest, self.prefill_scores // tile)) // cfg.block_tokens)
+        keys = self.prefill_scores // min(num_rows, self.attention_rows)
+        return max(1, min(most, max(fewest, keys)) // cfg.block_tokens)
 
     def decode_pages(self, cfg: LlamaConfig, batch: int) -> int:
         """Pages per slot that decode attention reads at a time."""
@@ -49,9 +52,11 @@ CPU = Platform(
     min_dot_rows=2,  # a bf16 matrix-vector product misses the matrix units: 6 times slower than two rows
     weights_first_rows=64,
     short_exp2=True,
-    tile_tokens=256,
-    prefill_key_tokens=(256, 2048),
-    prefill_scores=256 * 256,
+    tile_tokens=512,
+    tile_tokens_by_columns=64,
+    attention_rows=128,
+    prefill_key_tokens=(128, 2048),
+    prefill_scores=128 * 128,
     decode_key_tokens=((4, 256), (16, 128), (32, 64)),
 )
 ACCELERATOR = Platform(
@@ -61,6 +66,8 @@ ACCELERATOR = Platform(
     weights_first_rows=0,
     short_exp2=False,
     tile_tokens=2048,
+    tile_tokens_by_columns=0,
+    attention_rows=2048,
     prefill_key_tokens=(1024, 1024),
     prefill_scores=2048 * 1024,
     decode_key_tokens=((8, 2048), (64, 1024)),

@@ -2,6 +2,7 @@
 
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.faults import Faults
+from kvstore.transfer.guard import WriteGuard
 from kvstore.transfer.request import READ, WRITE, Opcode, TransferRequest
 from kvstore.transfer.segment import Peer, Segment
 from kvstore.transfer.status import TransferError, TransferState, TransferStatus
@@ -20,4 +21,5 @@ __all__ = [
     "TransferRequest",
     "TransferState",
     "TransferStatus",
+    "WriteGuard",
 ]

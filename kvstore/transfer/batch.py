@@ -36,6 +36,7 @@ class Frame:
     path: Path
     opcode: Opcode
     target: Segment
+    permit: int
     deadline: float
     indices: np.ndarray
     views: list[memoryview]

@@ -11,10 +11,11 @@ from typing import Protocol
 
 from kvstore.transfer.batch import Batch, Frame
 from kvstore.transfer.faults import Faults
+from kvstore.transfer.guard import WriteGuard
 from kvstore.transfer.orders import Order, orders
 from kvstore.transfer.pacing import Pacer
 from kvstore.transfer.registry import Registry
-from kvstore.transfer.request import TransferRequest
+from kvstore.transfer.request import READ, Opcode, TransferRequest
 from kvstore.transfer.segment import Peer, Segment
 from kvstore.transfer.status import Counters, Path, TransferError, TransferStatus
 from kvstore.transfer.transport.loopback import LoopbackPath
@@ -35,11 +36,15 @@ class _Mover(Protocol):
     def close(self) -> None: ...
 
 
-def choose_path(own: Peer, target: Segment) -> Path:
-    """The best path to a segment: its own engine's memory, then shared memory, then the network."""
+def choose_path(own: Peer, target: Segment, opcode: Opcode) -> Path:
+    """The best path to a segment: its own engine's memory, then shared memory, then the network.
+
+    A write into guarded memory of another process always takes the network: see `WriteGuard`.
+    """
     if target.peer.epoch == own.epoch:
         return "loopback"
-    if target.peer.host_id == own.host_id and target.shm_path:
+    is_mappable = target.peer.host_id == own.host_id and bool(target.shm_path)
+    if is_mappable and (opcode is READ or not target.guarded):
         return "shm"
     return "tcp"
 
@@ -97,15 +102,22 @@ class TransferEngine:
         self._server = TcpServer(listener, epoch, self._registry, self._pacer)
 
     def register_local_memory(
-        self, buffer: object, location: str = "cpu:0", *, name: str, shm_path: str = ""
+        self,
+        buffer: object,
+        location: str = "cpu:0",
+        *,
+        name: str,
+        shm_path: str = "",
+        guard: WriteGuard | None = None,
     ) -> Segment:
         """Lets others read and write `buffer`, C-contiguous, as `name`; a read-only one serves reads only.
 
         `shm_path` is the file of the `SharedBuffer` that the buffer is the whole of: processes of this host
-        map it, and reach it past this engine until the SharedBuffer is closed. Raises ValueError for a
-        taken or bad name or an unfit buffer, TypeError if it is none, OSError if its file is not there.
+        map it, and reach it past this engine until the SharedBuffer is closed; with a `guard` they only read
+        it so, and every write is admitted here first. Raises ValueError for a taken or bad name or an unfit
+        buffer, TypeError if it is none, OSError if its file is not there.
         """
-        return self._registry.add(buffer, location, name, shm_path)
+        return self._registry.add(buffer, location, name, shm_path, guard)
 
     def unregister(self, name: str, *, wait_seconds: float = 0.0) -> None:
         """Withdraws a segment.
@@ -167,7 +179,7 @@ class TransferEngine:
         if len(wrong):
             batch.reject(order.rows[wrong] + first, reasons)
             order = order.without(wrong)
-        path = choose_path(self.peer, order.target)
+        path = choose_path(self.peer, order.target, order.opcode)
         mover = self._movers[path]
         faults = self.faults
         if faults is None:

@@ -18,13 +18,14 @@ from kvstore.transfer.status import Path
 
 @dataclass(frozen=True)
 class Order:
-    """Requests of one submit with one opcode and target. `rows`, `offsets`, `lengths`: int64 `[M]`.
+    """Requests of one submit with one opcode, target and permit. `rows`, `offsets`, `lengths`: int64 `[M]`.
 
     `rows` are the requests' places in the submit; `views` their local memory as flat bytes.
     """
 
     opcode: Opcode
     target: Segment
+    permit: int
     rows: np.ndarray
     views: list[memoryview]
     offsets: np.ndarray
@@ -48,7 +49,13 @@ class Order:
     def _pick(self, places: np.ndarray) -> Order:
         views = [self.views[i] for i in places.tolist()]
         return Order(
-            self.opcode, self.target, self.rows[places], views, self.offsets[places], self.lengths[places]
+            self.opcode,
+            self.target,
+            self.permit,
+            self.rows[places],
+            views,
+            self.offsets[places],
+            self.lengths[places],
         )
 
     def frames(
@@ -71,6 +78,7 @@ class Order:
                 path,
                 self.opcode,
                 self.target,
+                self.permit,
                 deadline,
                 indices,
                 pieces,
@@ -94,18 +102,18 @@ def _corrupted(view: memoryview, index: int) -> memoryview:
 
 
 def orders(requests: Sequence[TransferRequest]) -> list[Order]:
-    """Checks requests and groups them by opcode and target, in order.
+    """Checks requests and groups them by opcode, target and permit, in order.
 
     Raises TypeError or ValueError, which names the request, if one is malformed.
     """
     views, offsets = [], []
-    groups: dict[tuple[Opcode, int], list[int]] = {}
-    opcode, target, members = None, None, []
+    groups: dict[tuple[Opcode, int, int], list[int]] = {}
+    opcode, target, permit, members = None, None, None, []
     for row, request in enumerate(requests):
         local = request.local
-        if request.target is not target or request.opcode is not opcode:
-            opcode, target = _destination(row, request)
-            members = groups.setdefault((opcode, id(target)), [])
+        if request.target is not target or request.opcode is not opcode or request.permit != permit:
+            opcode, target, permit = _destination(row, request)
+            members = groups.setdefault((opcode, id(target), permit), [])
         if type(local) is not memoryview:
             raise TypeError(f"request {row}: local is a {type(local).__name__}, expected a memoryview")
         view = local if local.format == "B" and local.ndim == 1 and local.c_contiguous else _flat(row, local)
@@ -118,11 +126,13 @@ def orders(requests: Sequence[TransferRequest]) -> list[Order]:
         members.append(row)
     all_offsets, all_lengths = np.array(offsets, np.int64), np.array([*map(len, views)], np.int64)
     result = []
-    for (opcode, _), members in groups.items():
+    for (opcode, _, permit), members in groups.items():
         rows = np.array(members, np.int64)
         own = views if len(members) == len(views) else [views[i] for i in members]
         result.append(
-            Order(opcode, requests[members[0]].target, rows, own, all_offsets[rows], all_lengths[rows])
+            Order(
+                opcode, requests[members[0]].target, permit, rows, own, all_offsets[rows], all_lengths[rows]
+            )
         )
     return result
 
@@ -134,7 +144,9 @@ def _flat(row: int, local: memoryview) -> memoryview:
         raise ValueError(f"request {row}: {error}") from error
 
 
-def _destination(row: int, request: TransferRequest) -> tuple[Opcode, Segment]:
+def _destination(row: int, request: TransferRequest) -> tuple[Opcode, Segment, int]:
     if not isinstance(request.target, Segment):
         raise TypeError(f"request {row}: target is a {type(request.target).__name__}, expected a Segment")
-    return Opcode(request.opcode), request.target
+    if not 0 <= request.permit < 2**63:
+        raise ValueError(f"request {row}: permit {request.permit} is not within 0 to 2**63 - 1")
+    return Opcode(request.opcode), request.target, request.permit

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.transfer.guard import WriteGuard
 from kvstore.transfer.segment import Peer, Segment
 from kvstore.transfer.status import TransferError
 
@@ -37,6 +39,7 @@ def byte_view(buffer: object) -> memoryview:
 class _Registration:
     segment: Segment
     view: memoryview
+    guard: WriteGuard | None
     num_users: int = 0
     leaving: bool = False
 
@@ -49,7 +52,9 @@ class Registry:
         self._changed = threading.Condition()
         self._entries: dict[str, _Registration] = {}
 
-    def add(self, buffer: object, location: str, name: str, shm_path: str) -> Segment:
+    def add(
+        self, buffer: object, location: str, name: str, shm_path: str, guard: WriteGuard | None = None
+    ) -> Segment:
         """Registers `buffer` as `name`.
 
         Raises ValueError if the name is bad or taken, or the file `shm_path` has another size.
@@ -61,13 +66,13 @@ class Registry:
             raise ValueError(
                 f"segment {name!r} has {view.nbytes} bytes, its file {shm_path} {size}: register all of it"
             )
-        segment = Segment(self._peer, name, view.nbytes, location, shm_path)
+        segment = Segment(self._peer, name, view.nbytes, location, shm_path, guard is not None)
         with self._changed:
             if name in self._entries:
                 raise ValueError(
                     f"segment {name!r} is registered already: unregister it first or take another name"
                 )
-            self._entries[name] = _Registration(segment, view)
+            self._entries[name] = _Registration(segment, view, guard)
         return segment
 
     @contextmanager
@@ -85,6 +90,17 @@ class Registry:
             with self._changed:
                 entry.num_users -= 1
                 self._changed.notify_all()
+
+    def admit(
+        self, name: str, permit: int, offsets: np.ndarray, lengths: np.ndarray
+    ) -> AbstractContextManager[float]:
+        """Within `use`: held while ranges of `name` are written, as `WriteGuard.admit` says.
+
+        Without a guard everything is admitted, for any time.
+        """
+        with self._changed:
+            guard = self._entries[name].guard
+        return nullcontext(math.inf) if guard is None else guard.admit(permit, offsets, lengths)
 
     def remove(self, name: str, wait_seconds: float) -> None:
         """Forgets `name`. Raises ValueError if unknown, TransferError if still in use after `wait_seconds`.

@@ -24,10 +24,12 @@ class TransferRequest(msgspec.Struct, frozen=True):
     """One contiguous range to move (paper, Listing 1).
 
     `local` is a C-contiguous memoryview of any format and shape, writable for READ; `offset` is the first
-    byte in `target`. The caller leaves `local` alone until the request has ended.
+    byte in `target`. The caller leaves `local` alone until the request has ended. `permit` is what the owner
+    of guarded memory gave for this WRITE, below 2**63.
     """
 
     opcode: Opcode
     local: memoryview
     target: Segment
     offset: int
+    permit: int = 0

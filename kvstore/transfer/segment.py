@@ -29,3 +29,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: Size
     location: Text = "cpu:0"
     shm_path: Text = ""  # file under /dev/shm that holds it, "" if it is private memory
+    guarded: bool = False  # every write needs a permit and goes through `peer`, even on the same host

@@ -18,6 +18,7 @@ from launch.benchmarks.peers import LlamaCppPeer, VllmPeer
 from launch.benchmarks.record import Row, measure
 from launch.benchmarks.served import served_rows
 from launch.cluster import default_compile_cache
+from launch.devices import compute_devices
 from launch.flags import keep_compiled_programs
 from launch.model_cache import smollm2_checkpoint
 from launch.model_source import load
@@ -117,8 +118,9 @@ def _step_names() -> list[str]:
 def _step_rows(options: Options, vllm: VllmPeer | None, llama: LlamaCppPeer | None) -> list[Row]:
     rows: list[Row] = []
     model = load(options.model, "bfloat16")
+    devices = compute_devices()
     common = {"dtype": "bfloat16", "max_tokens": model.cfg.max_position, "fingerprint": model.fingerprint}
-    prefill = JaxPrefillEngine(model.cfg, model.params, num_slots=1, **common)
+    prefill = JaxPrefillEngine(model.cfg, model.params, num_slots=1, devices=devices, **common)
     prefill.warm_up()
     decode = JaxDecodeEngine(model.cfg, model.params, num_slots=max(BATCHES), **common)
     decode.warm_up()

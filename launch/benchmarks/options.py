@@ -12,6 +12,7 @@ class Options:
     peers: Path | None
     model: str
     rows: tuple[str, ...]  # prefixes of the rows wanted; empty: all
+    trace: Path | None = None  # a Mooncake trace; None: prompts are generated
 
     @property
     def rounds(self) -> int:

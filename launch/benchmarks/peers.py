@@ -14,7 +14,10 @@ import subprocess
 from pathlib import Path
 from typing import Any, Self
 
+from kvstore.block import BlockFormat
+
 _HERE = Path(__file__).parent
+_END_SECONDS = 10
 
 
 class Peer:
@@ -54,9 +57,15 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # the end of its input tells it to leave
+        process = self._process
+        if process.stdin and process.stdout:
+            process.stdin.close()  # the end of its input tells it to leave
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            process.stdout.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+        process.wait()
 
 
 class VllmPeer(Peer):
@@ -94,6 +103,47 @@ class MooncakeTransferPeer(Peer):
 
     def gigabytes_per_second(self, op: str, piece: int, total: int) -> float:
         return total / self.ask(op=op, piece=piece, total=total)["seconds"] / 1e9
+
+
+class MooncakeStorePeer(Peer):
+    """The upstream Mooncake Store over TCP on loopback, with its own master: `PEERS/mooncake` (its venv)."""
+
+    name = "Mooncake Store"
+
+    def __init__(self, peers: Path, num_blocks: int, form: BlockFormat):
+        sizes = map(str, (num_blocks, form.nbytes, form.group_nbytes))
+        super().__init__([peers / "mooncake/bin/python", _HERE / "mooncake_store_peer.py", *sizes])
+
+    installed = MooncakeTransferPeer.installed
+
+    def seconds(self, op: str, count: int) -> float:
+        """Of `count` single operations, or of one batch of `count` objects."""
+        return self.ask(op=op, count=count)["seconds"]
+
+
+class DynamoPeer(Peer):
+    """Dynamo's KV router, its radix tree and its block hashes: `PEERS/dynamo` (its venv)."""
+
+    name = "Dynamo"
+
+    def __init__(self, peers: Path):
+        super().__init__([peers / "dynamo/bin/python", _HERE / "dynamo_peer.py"])
+
+    @staticmethod
+    def installed(peers: Path | None) -> bool:
+        return peers is not None and (peers / "dynamo/bin/python").exists()
+
+    def store(self, chains: list[list[int]], num_workers: int) -> None:
+        """Chain i (of block ids) is held by worker i % num_workers."""
+        self.ask(op="store", chains=chains, num_workers=num_workers)
+
+    def find_seconds(self) -> float:
+        """Seconds to find each chain that was stored, once."""
+        return self.ask(op="find")["seconds"]
+
+    def hash_seconds(self, tokens: list[int], block_tokens: int, count: int) -> float:
+        """Seconds to hash the blocks of `tokens` once, over `count` times."""
+        return self.ask(op="hash", tokens=tokens, block_tokens=block_tokens, count=count)["seconds"] / count
 
 
 class LlamaCppPeer:

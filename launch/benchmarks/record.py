@@ -142,7 +142,6 @@ def measure(
         if index > 0:
             series.add(value, other)
     row = series.row(peer_name)
-    tqdm.write(
-        f"{row.name}: {_figure(row.ours)} {unit}, {_figure(row.ratio)} of {peer_name}", file=sys.stderr
-    )
+    compared = "" if row.ratio is None else f", {_figure(row.ratio)} of {peer_name}"
+    tqdm.write(f"{row.name}: {_figure(row.ours)} {unit}{compared}", file=sys.stderr)
     return row

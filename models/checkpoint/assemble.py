@@ -67,12 +67,22 @@ def assemble(
 
 def _parts(cfg: LlamaConfig, leaf: str, param: Param) -> list[tuple[str, int]]:
     """(part, rows) of one parameter: q, k, v and gate, up stand one after the other in ours."""
-    kv_rows = cfg.num_kv_heads * cfg.head_dim
-    if leaf == "qkv":
-        return [("q", param.shape[0] - 2 * kv_rows), ("k", kv_rows), ("v", kv_rows)]
-    if leaf == "gate_up":
-        return [("gate", param.shape[0] // 2), ("up", param.shape[0] // 2)]
-    return [(leaf, param.shape[0])]
+    matrix, bias = leaf.removesuffix("_bias"), "_bias" if leaf.endswith("_bias") else ""
+    rows, kv_rows = param.shape[0], cfg.num_kv_heads * cfg.head_dim
+    match matrix:
+        case "qkv":
+            parts = [("q", rows - 2 * kv_rows), ("k", kv_rows), ("v", kv_rows)]
+        case "gate_up":
+            parts = [("gate", rows // 2), ("up", rows // 2)]
+        case _:
+            parts = [(matrix, rows)]
+    return [(part + bias, rows) for part, rows in parts]
+
+
+def with_biases(names: Mapping[str, str]) -> dict[str, str]:
+    """`names` and, for every `NAME.weight`, part `…_bias` as `NAME.bias`: how all formats call them."""
+    biases = {f"{part}_bias": name.removesuffix("weight") + "bias" for part, name in names.items()}
+    return {**names, **biases}
 
 
 def _read(source: TensorSource, parts: list[Tensor], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

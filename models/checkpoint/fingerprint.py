@@ -20,8 +20,8 @@ from models.config import LlamaConfig
 from models.llama import Params
 
 FINGERPRINT_NBYTES = 16
-# how serving cuts a model, not what it computes
-_SERVING_FIELDS = ("block_tokens", "layers_per_group", "max_position")
+# how serving cuts a model, not what it computes; and what the parameters' names say already
+_LEFT_OUT = ("block_tokens", "layers_per_group", "max_position", "attention_bias", "mlp_bias")
 
 
 def weights_fingerprint(cfg: LlamaConfig, params: Params) -> bytes:
@@ -38,7 +38,7 @@ def weights_fingerprint(cfg: LlamaConfig, params: Params) -> bytes:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="fingerprint") as pool:
         digests = pool.map(lambda item: _digest(*item), leaves)
         rows = sorted(zip((name for name, _ in leaves), digests, strict=True))
-    config = {k: v for k, v in asdict(cfg).items() if k not in _SERVING_FIELDS}
+    config = {k: v for k, v in asdict(cfg).items() if k not in _LEFT_OUT}
     whole = hashlib.blake2b(digest_size=FINGERPRINT_NBYTES, person=b"mooncake-weights")
     whole.update(
         json.dumps([config, [(name, digest.hex()) for name, digest in rows]], sort_keys=True).encode()

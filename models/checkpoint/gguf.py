@@ -1,41 +1,42 @@
-"""Llama models in GGUF: config, tokenizer and weights, as llama.cpp's converter writes them."""
+"""Llama models in GGUF: config and weights, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from models.checkpoint.assemble import assemble
+from models.checkpoint.assemble import assemble, with_biases
 from models.checkpoint.cut import BLOCK_TOKENS, layers_per_group
 from models.checkpoint.errors import CheckpointError
+from models.checkpoint.gguf_fields import GGUFFields
 from models.checkpoint.gguf_file import GGUFFile
+from models.checkpoint.gguf_tokenizer import read_tokenizer
 from models.checkpoint.model import Model
 from models.checkpoint.target import Target
 from models.checkpoint.tensor import Tensor
 from models.config import LlamaConfig, RopeScaling
 from models.rope import inverse_frequencies
-from models.tokenizer import Tokenizer, TokenizerSettings, byte_level_bpe
 
-NAMES = {
-    "embed": "token_embd.weight",
-    "final_norm": "output_norm.weight",
-    "lm_head": "output.weight",
-    "attn_norm": "blk.{}.attn_norm.weight",
-    "q": "blk.{}.attn_q.weight",
-    "k": "blk.{}.attn_k.weight",
-    "v": "blk.{}.attn_v.weight",
-    "out": "blk.{}.attn_output.weight",
-    "mlp_norm": "blk.{}.ffn_norm.weight",
-    "gate": "blk.{}.ffn_gate.weight",
-    "up": "blk.{}.ffn_up.weight",
-    "down": "blk.{}.ffn_down.weight",
-}
+NAMES = with_biases(
+    {
+        "embed": "token_embd.weight",
+        "final_norm": "output_norm.weight",
+        "lm_head": "output.weight",
+        "attn_norm": "blk.{}.attn_norm.weight",
+        "q": "blk.{}.attn_q.weight",
+        "k": "blk.{}.attn_k.weight",
+        "v": "blk.{}.attn_v.weight",
+        "out": "blk.{}.attn_output.weight",
+        "mlp_norm": "blk.{}.ffn_norm.weight",
+        "gate": "blk.{}.ffn_gate.weight",
+        "up": "blk.{}.ffn_up.weight",
+        "down": "blk.{}.ffn_down.weight",
+    }
+)
 _ROPE_FACTORS = "rope_freqs.weight"
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 
 
 def load_gguf(path: Path, target: Target) -> Model:
@@ -55,7 +56,7 @@ def load_gguf(path: Path, target: Target) -> Model:
 
 def read_config(file: GGUFFile) -> LlamaConfig:
     """The model's config from its metadata; raises CheckpointError naming the field."""
-    fields = _Fields(file)
+    fields = GGUFFields(file)
     if (architecture := fields.get("general.architecture", str)) != "llama":
         raise CheckpointError(f"{file.path}: architecture {architecture!r}; only llama is supported")
     if experts := fields.get("llama.expert_count", int, 0):
@@ -87,7 +88,10 @@ def read_config(file: GGUFFile) -> LlamaConfig:
             layers_per_group=layers_per_group(num_layers),
             rope_scaling=_rope_scaling(file, fields),
             tie_embeddings=NAMES["lm_head"] not in file.tensors,
+            attention_bias=NAMES["q_bias"].format(0) in file.tensors,
+            mlp_bias=NAMES["gate_bias"].format(0) in file.tensors,
         )
+        _check_attention_is_full(file, fields, cfg.max_position)
         if _ROPE_FACTORS in file.tensors:
             cfg = replace(cfg, rope_scaling=_llama3_scaling(file, fields, cfg))
         return cfg
@@ -95,62 +99,6 @@ def read_config(file: GGUFFile) -> LlamaConfig:
         raise
     except ValueError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
-
-
-def read_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The tokenizer from the metadata; raises CheckpointError for kinds other than byte-level BPE."""
-    fields = _Fields(file)
-    if (kind := fields.get("tokenizer.ggml.model", str)) != "gpt2":
-        raise CheckpointError(
-            f"{file.path}: tokenizer model {kind!r}; from GGUF only byte-level BPE ('gpt2') is supported: "
-            f"use the model's Hugging Face folder"
-        )
-    tokens = fields.get("tokenizer.ggml.tokens", list)
-    types = fields.get("tokenizer.ggml.token_type", list, [])
-    pre = fields.get("tokenizer.ggml.pre", str, "default")
-    ends = [fields.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot", "eom")]
-    try:
-        backend = byte_level_bpe(
-            tokens,
-            fields.get("tokenizer.ggml.merges", list),
-            pre_tokenizer=pre,
-            control=[i for i, t in enumerate(types) if t == _CONTROL],
-            user_defined=[i for i, t in enumerate(types) if t == _USER_DEFINED],
-        )
-        bos = fields.get("tokenizer.ggml.bos_token_id", int, -1)
-        settings = TokenizerSettings(
-            bos_id=bos if bos >= 0 else None,
-            eos_ids=tuple(dict.fromkeys(i for i in ends if i >= 0)),
-            add_bos=fields.get("tokenizer.ggml.add_bos_token", bool, pre.startswith("llama")),
-            chat_template=fields.get("tokenizer.chat_template", str, "") or None,
-        )
-        return Tokenizer(backend, settings)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: {error}") from error
-
-
-class _Fields:
-    """Typed access to the metadata."""
-
-    def __init__(self, file: GGUFFile):
-        self._file = file
-
-    def get(self, name: str, kind: type, default: Any = None) -> Any:
-        value = self._file.metadata.get(name, default)
-        if value is None:
-            raise CheckpointError(f"{self._file.path}: metadata field {name} is missing")
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise CheckpointError(
-                f"{self._file.path}: metadata field {name} is {value!r:.80}, not {kind.__name__}"
-            )
-        return value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        if (value := self.get(name, int, default)) < 1:
-            raise CheckpointError(f"{self._file.path}: metadata field {name} is {value}; it must be positive")
-        return value
 
 
 class _Source:
@@ -165,11 +113,11 @@ class _Source:
         return self._file.tensors
 
     def read_into(self, tensor: Tensor, out: np.ndarray) -> None:
-        swapped = tensor.name.endswith((".attn_q.weight", ".attn_k.weight"))
+        swapped = tensor.name.rpartition(".")[0].endswith((".attn_q", ".attn_k"))
         order = _half_order(out.shape[0], self._head_dim) if swapped else None
         for start, values in self._file.rows(tensor):
             if out.ndim == 1:
-                out[...] = values.reshape(-1)
+                out[slice(None) if order is None else order] = values.reshape(-1)
             elif order is None:
                 out[start : start + len(values)] = values
             else:
@@ -187,22 +135,35 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(file: GGUFFile, fields: _Fields) -> RopeScaling | None:
+def _check_attention_is_full(file: GGUFFile, fields: GGUFFields, max_position: int) -> None:
+    """A sliding window that is wider than every sequence changes nothing; any other is not computed here."""
+    window = fields.get("llama.attention.sliding_window", int, 0)
+    if 0 < window < max_position:
+        raise CheckpointError(
+            f"{file.path}: llama.attention.sliding_window is {window}; only full attention is supported"
+        )
+
+
+def _rope_scaling(file: GGUFFile, fields: GGUFFields) -> RopeScaling | None:
     kind = fields.get("llama.rope.scaling.type", str, "none")
-    if kind == "none":
-        return None
-    if kind != "linear":
+    if kind == "linear":
+        return RopeScaling("linear", factor=_short(fields.get("llama.rope.scaling.factor", float)))
+    if kind != "none":
         raise CheckpointError(f"{file.path}: RoPE scaling type {kind!r}; supported: none, linear, llama3")
-    return RopeScaling("linear", factor=_short(fields.get("llama.rope.scaling.factor", float)))
+    # the field of files from 2023
+    factor = _short(fields.get("llama.rope.scale_linear", float, 1.0))
+    return None if factor == 1.0 else RopeScaling("linear", factor=factor)
 
 
-def _llama3_scaling(file: GGUFFile, fields: _Fields, cfg: LlamaConfig) -> RopeScaling:
+def _llama3_scaling(file: GGUFFile, fields: GGUFFields, cfg: LlamaConfig) -> RopeScaling:
     """GGUF keeps llama3 scaling as one divisor per frequency; find the parameters that give them."""
+    if cfg.rope_scaling is not None:
+        raise CheckpointError(f"{file.path}: both linear RoPE scaling and tensor {_ROPE_FACTORS}")
     tensor = file.tensors[_ROPE_FACTORS]
     divisors = np.concatenate([values.reshape(-1) for _, values in file.rows(tensor)])
     original = fields.size("llama.rope.scaling.original_context_length", 8192)
     scaling = RopeScaling("llama3", factor=_short(divisors.max()), original_max_position=original)
-    plain = inverse_frequencies(replace(cfg, rope_scaling=None))
+    plain = inverse_frequencies(cfg)
     expected = plain / inverse_frequencies(replace(cfg, rope_scaling=scaling))
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
         raise CheckpointError(f"{file.path}: tensor {_ROPE_FACTORS} is not llama3 scaling as we know it")

@@ -17,7 +17,19 @@ from gguf.quants import dequantize
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.tensor import Tensor, chunk_rows, read_exactly
 
-DECODED = (QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_1)
+DECODED = (
+    QType.F32,
+    QType.F16,
+    QType.BF16,
+    QType.Q8_0,
+    QType.Q4_0,
+    QType.Q4_1,
+    QType.Q5_0,
+    QType.Q5_1,
+    QType.Q4_K,
+    QType.Q5_K,
+    QType.Q6_K,
+)
 _MAX_ITEMS = 1 << 24
 _MAX_STRING_NBYTES = 1 << 24
 _SCALARS = {
@@ -126,7 +138,11 @@ def _read_headers(path: Path, reader: _Reader, size: int) -> tuple[dict[str, Any
         if not 1 <= num_dims <= 4:
             raise ValueError(f"tensor {name} has {num_dims} dimensions")
         dims = [reader.take("Q") for _ in range(num_dims)]
-        heads.append((name, tuple(reversed(dims)), QType(reader.take("I")), reader.take("Q")))
+        type_number, offset = reader.take("I"), reader.take("Q")
+        try:
+            heads.append((name, tuple(reversed(dims)), QType(type_number), offset))
+        except ValueError:
+            raise CheckpointError(f"{path}: tensor {name} is of type {type_number}: unknown") from None
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     base = -(-reader.position() // alignment) * alignment
     tensors = {}

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from models.checkpoint import gguf, huggingface, orbax
+from models.checkpoint import gguf, gguf_tokenizer, huggingface, orbax
 from models.checkpoint.errors import CheckpointError
 from models.checkpoint.gguf import load_gguf
 from models.checkpoint.gguf_file import GGUFFile
-from models.checkpoint.huggingface import CONFIG_FILE, load_huggingface
+from models.checkpoint.huggingface import load_huggingface
+from models.checkpoint.huggingface_tokenizer import CONFIG_FILE
 from models.checkpoint.model import Model
 from models.checkpoint.orbax import MANIFEST_FILE, load_orbax, saved_dtype
 from models.checkpoint.target import Target
@@ -32,9 +33,9 @@ def load_model(
 
     `dtype`: "bfloat16" or "float32"; None: as saved (ours), else bfloat16. Without `shardings` parameters are
     NumPy arrays; with one Sharding, or a tree of them like the parameters, each is placed on devices as it is
-    read. Beyond the result, a load needs one parameter and a few MB (our own folders: one twice). `verify`
-    is for our own folders: compare the weights' fingerprint. `on_progress(done, total)` in bytes. Raises
-    CheckpointError naming file and tensor or field.
+    read. Beyond the result, a load needs one parameter and a few MB (our own folders: some times 8 MB or a
+    16th of all). `verify` is for our own folders: compare the weights' fingerprint. `on_progress(done,
+    total)` in bytes. Raises CheckpointError naming file and tensor or field.
     """
     path = Path(path).absolute()
     if dtype is not None and dtype not in DTYPES:
@@ -59,7 +60,7 @@ def load_text(path: str | os.PathLike[str]) -> tuple[LlamaConfig, Tokenizer | No
             cfg, tokenizer = huggingface.read_text(path)
         case "gguf":
             file = GGUFFile(path)
-            cfg, tokenizer = gguf.read_config(file), gguf.read_tokenizer(file)
+            cfg, tokenizer = gguf.read_config(file), gguf_tokenizer.read_tokenizer(file)
     _check_vocabulary(path, cfg, tokenizer)
     return cfg, tokenizer
 

@@ -30,7 +30,7 @@ from models.tokenizer import Tokenizer, TokenizerError
 FORMAT = 1
 MANIFEST_FILE = "checkpoint.json"
 _PARAMS, _TOKENIZER = "params", "tokenizer"
-_MIN_BATCH_NBYTES = 16 << 20
+_MIN_BATCH_NBYTES = 8 << 20
 
 
 def save_checkpoint(path: str | os.PathLike[str], model: Model) -> None:

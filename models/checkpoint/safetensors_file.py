@@ -68,6 +68,8 @@ def read_header(path: Path) -> Mapping[str, Tensor]:
         raise
     except ValueError as error:
         raise CheckpointError(f"{path}: broken header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: broken header: expected a JSON object")
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":

@@ -82,10 +82,11 @@ class Detokenizer:
     threads.
     """
 
-    def __init__(self, pieces: Pieces, skip_special: bool = True):
+    def __init__(self, pieces: Pieces, skip_special: bool = True, *, continues: bool = False):
+        """`continues`: the ids follow a text, so that a space they begin with is the text's own."""
         self._pieces = pieces
         self._skip_special = skip_special
-        self._strip = pieces.strips_space
+        self._strip = pieces.strips_space and not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:

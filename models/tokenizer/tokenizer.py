@@ -15,14 +15,11 @@ import tokenizers
 
 from models.tokenizer.chat_template import ChatTemplate, ChatTemplateError
 from models.tokenizer.detokenizer import Detokenizer, Pieces
+from models.tokenizer.errors import TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_settings.json"
 _MARK = "\U0010fffe"  # a noncharacter: no text of a user may hold it
-
-
-class TokenizerError(ValueError):
-    """Tokenizer files that are missing or disagree, or text that cannot be encoded."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,13 @@ class Tokenizer:
         whole = self.detokenizer(skip_special)
         return whole.push(token_ids) + whole.flush()
 
-    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
-        """A new incremental decoder for one answer."""
-        return Detokenizer(self._pieces, skip_special)
+    def detokenizer(self, skip_special: bool = True, *, continues: bool = False) -> Detokenizer:
+        """A new incremental decoder for one answer.
+
+        `continues`: the answer goes on in the middle of a text, so that a space it begins with is kept; else
+        it is a text of its own, as for `decode`.
+        """
+        return Detokenizer(self._pieces, skip_special, continues=continues)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, control tokens by their name; not always UTF-8 by themselves."""
@@ -120,7 +121,7 @@ class Tokenizer:
             if index % 2:
                 ids.append(self.special_tokens[part])
             elif part:
-                ids += self._ids(self._plain_backend, part.replace(_MARK, ""))
+                ids += self._ids(self._plain_backends[index > 0], part.replace(_MARK, ""))
         if self.settings.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -169,11 +170,17 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     @cached_property
-    def _plain_backend(self) -> tokenizers.Tokenizer:
-        """A twin to which control tokens are ordinary text."""
-        twin = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        twin.encode_special_tokens = True
-        return twin
+    def _plain_backends(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+        """Twins to which control tokens are ordinary text: for the beginning of a prompt, and for what follows."""
+        fields = json.loads(self._backend.to_str())
+        splitter = fields["pre_tokenizer"] or {}
+        twins = []
+        for scheme in ("first", "never"):
+            if splitter.get("type") == "Metaspace" and splitter.get("prepend_scheme") == "first":
+                splitter = fields["pre_tokenizer"] = splitter | {"prepend_scheme": scheme}
+            twins.append(tokenizers.Tokenizer.from_str(json.dumps(fields)))
+            twins[-1].encode_special_tokens = True
+        return twins[0], twins[1]
 
     def _ids(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,15 @@ from mooncake_jax.request import Placement, Request
 
 _FREE_PREFILL = PrefillRow("", False, 0, 1, 0, 0.0, 1.0)
 _FREE_DECODE = DecodeRow("", False, 0, 1, 0, 0, 0, 0)
+
+
+class Decided(NamedTuple):
+    """A decision with all it was made from, besides the view."""
+
+    features: RequestFeatures
+    lengths: PrefixLengths
+    draws: tuple[float, float]
+    decision: Decision
 
 
 class Conductor:
@@ -98,22 +108,9 @@ class Conductor:
         Raises RefusedError (429), UnavailableError (no instance) or InvalidError (longer than any instance
         holds).
         """
-        pool = self.instances.pool
-        if pool is None:
-            raise UnavailableError("no instance has registered yet; start a prefill and a decode instance")
         self._roll_back(request.request_id, now)
         self.expected.expire(now)
-        features = RequestFeatures(
-            num_tokens=len(request.tokens),
-            max_tokens=request.max_tokens,
-            block_tokens=pool.format.block_tokens,
-            block_nbytes=pool.format.nbytes,
-            avoid_prefill=self._slots("prefill", avoid),
-            avoid_decode=self._slots("decode", avoid),
-        )
-        lengths = self._prefix_lengths(keys, held)
-        draws = (self._random.random(), self._random.random())
-        decision = schedule(self.view, features, lengths, self.config.schedule, now=now, draws=draws)
+        features, lengths, draws, decision = self.decide(request, keys, held, avoid=avoid, now=now)
         self.log.append(
             DecisionRecord(
                 request_id=request.request_id,
@@ -144,6 +141,35 @@ class Conductor:
             ttft_forecast_seconds=decision.ttft_seconds,
             tbt_forecast_seconds=decision.tbt_seconds,
         )
+
+    def decide(
+        self,
+        request: Request,
+        keys: Sequence[bytes],
+        held: Mapping[str, int],
+        *,
+        avoid: Collection[str] = (),
+        now: float,
+    ) -> Decided:
+        """What `place` would do at this moment, and from what; only the draws of ties are used up.
+
+        Raises UnavailableError before any instance has registered.
+        """
+        pool = self.instances.pool
+        if pool is None:
+            raise UnavailableError("no instance has registered yet; start a prefill and a decode instance")
+        features = RequestFeatures(
+            num_tokens=len(request.tokens),
+            max_tokens=request.max_tokens,
+            block_tokens=pool.format.block_tokens,
+            block_nbytes=pool.format.nbytes,
+            avoid_prefill=self._slots("prefill", avoid),
+            avoid_decode=self._slots("decode", avoid),
+        )
+        lengths = self._prefix_lengths(keys, held)
+        draws = (self._random.random(), self._random.random())
+        decision = schedule(self.view, features, lengths, self.config.schedule, now=now, draws=draws)
+        return Decided(features, lengths, draws, decision)
 
     def end(self, end: RequestEnd, now: float) -> None:
         """Close a phase; a good prefill teaches its instance's factor. Unknown ids are over already."""

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore.block import chain_keys, root_key
+from kvstore.directory import DirectoryReplica
 from kvstore.errors import UnavailableError
-from kvstore.index import PrefixMatch
 from kvstore.rpc import Empty, Service
-from kvstore.watch import DirectoryReplica
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord
@@ -29,16 +28,16 @@ from mooncake_jax.request import Placement
 
 
 class PrefixSource(Protocol):
-    """Who holds which blocks; thread-safe. `kvstore.watch.DirectoryReplica` is one."""
+    """Who holds which blocks; thread-safe. `kvstore.directory.DirectoryReplica` is one."""
 
-    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]: ...
+    def lengths(self, keys: Sequence[bytes]) -> dict[str, int]: ...
 
     def close(self) -> None: ...
 
 
 class _NoStore:
-    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
-        return []
+    def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         pass
@@ -109,7 +108,7 @@ class ConductorService:
             raise UnavailableError("no instance has registered yet; start a prefill and a decode instance")
         root = root_key(pool.fingerprint, request.salt)
         keys = chain_keys(root, request.tokens, pool.format.block_tokens)  # 1: PrefixHash
-        held = {match.node: match.num_blocks for match in self._prefixes.match(keys)}
+        held = self._prefixes.lengths(keys)
         with self._lock:
             if self._conductor.instances.pool_fingerprint != pool.fingerprint:
                 raise UnavailableError(

@@ -38,10 +38,15 @@ def process_compiles() -> CompileCounter:
     return CompileCounter()
 
 
-def program(step: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Callable[..., Any]:
-    """Compile `step` for arguments like `args` (arrays or shapes); the result takes only such shapes."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-    return jax.jit(step, donate_argnums=tuple(donate)).lower(*shapes).compile()
+def program(
+    step: Callable[..., Any], *args: Any, donate: Sequence[int] = (), out_shardings: Any = None
+) -> Callable[..., Any]:
+    """Compile `step` for arguments like `args` (arrays or shapes); the result takes only such shapes and shardings."""
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None)), args
+    )
+    jitted = jax.jit(step, donate_argnums=tuple(donate), out_shardings=out_shardings)
+    return jitted.lower(*shapes).compile()
 
 
 def buckets(smallest: int, largest: int) -> list[int]:

@@ -24,12 +24,12 @@ _SCORED_ROWS = 16  # of a tile, scored by one run of a program: logits of a whol
 
 
 class _Programs(NamedTuple):
-    """By batch size; `score` by tile size."""
+    """By batch size."""
 
     greedy: dict[int, Callable[..., Any]]
     drawn: dict[int, Callable[..., Any]]
     remember: Callable[..., Any]
-    score: dict[int, Callable[..., Any]]
+    score: Callable[..., Any] | None
 
 
 class Drawing:
@@ -46,19 +46,19 @@ class Drawing:
         head_params: llama.Params,
         *,
         batches: Sequence[int],
-        tiles: Sequence[int] = (),
+        scores: bool = False,
         place: Callable[[np.ndarray], jax.Array] = jax.device_put,
     ):
-        """`tiles` are the sizes that `score` takes. `place` puts state onto the devices of `head_params`."""
+        """`scores`: whether `score` will be used. `place` puts state onto the devices of `head_params`."""
         self._cfg, self._platform, self._head_params = cfg, platform, head_params
-        self._batches, self._tiles, self._place = list(batches), list(tiles), place
+        self._batches, self._scores, self._place = list(batches), scores, place
         self._programs: _Programs | None = None
         self.reset()
 
     def compile(self) -> None:
         """Compile everything, once."""
         cfg, platform, head = self._cfg, self._platform, self._head_params
-        greedy, drawn, score = {}, {}, {}
+        greedy, drawn, score = {}, {}, None
         for batch in self._batches:
             x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32)
             active = np.zeros(batch, np.bool_)
@@ -72,10 +72,10 @@ class Drawing:
                 self._seen,
                 donate=[4],
             )
-        for tile in self._tiles:
-            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32)
-            targets = np.zeros(min(_SCORED_ROWS, tile), np.int32)
-            score[tile] = program(functools.partial(_score, cfg, platform), head, x, np.int32(0), targets)
+        if self._scores:
+            x = jax.ShapeDtypeStruct((_SCORED_ROWS, cfg.d_model), jnp.float32)
+            targets = np.zeros(_SCORED_ROWS, np.int32)
+            score = program(functools.partial(_score, cfg, platform), head, x, targets)
         row = np.zeros(cfg.vocab_size, np.int32)
         remember = program(_put_row, self._seen, row, np.int32(0), donate=[0])
         self._programs = _Programs(greedy, drawn, remember, score)
@@ -88,8 +88,8 @@ class Drawing:
                 draw = draws.blank(batch)
                 draw.temperature[:] = temperature
                 self.finish(self.start(np.zeros((batch, D), np.float32), draw, np.ones(batch, np.bool_)))
-        for tile in self._tiles:
-            self.score(np.zeros((tile, D), np.float32), np.zeros(tile, np.int32))
+        if self._scores:
+            self.score(np.zeros((1, D), np.float32), np.zeros(1, np.int32))
         self.remember(0, [], [])
         self.reset()
 
@@ -125,20 +125,19 @@ class Drawing:
         """What `start` began, `[b]` each."""
         return DrawnTokens(*map(np.asarray, drawn))
 
-    def score(self, x: jax.Array | np.ndarray, targets: np.ndarray) -> PromptScores:
-        """How likely each of `targets` `[T]` was after the first T rows of a tile's activations."""
-        tile = x.shape[0]
-        rows = min(_SCORED_ROWS, tile)
-        padded = np.zeros(-(-len(targets) // rows) * rows, np.int32)
-        padded[: len(targets)] = targets
-        parts = [
-            self._compiled.score[tile](
-                self._head_params, x, np.int32(min(first, tile - rows)), padded[first : first + rows]
-            )
-            for first in range(0, len(targets), rows)
-        ]
-        columns = (np.concatenate([np.asarray(one) for one in column]) for column in zip(*parts, strict=True))
-        return PromptScores(*(column[: len(targets)] for column in columns))
+    def score(self, x: np.ndarray, targets: np.ndarray) -> PromptScores:
+        """How likely each of `targets` `[T]` was after the first T rows of activations `[≥ T, D]`."""
+        if self._compiled.score is None:
+            raise RuntimeError("drawing: made without scores")
+        T, parts = len(targets), []
+        for first in range(0, T, _SCORED_ROWS):
+            stop = min(first + _SCORED_ROWS, T)
+            rows = np.zeros((_SCORED_ROWS, x.shape[1]), np.float32)
+            wanted = np.zeros(_SCORED_ROWS, np.int32)
+            rows[: stop - first], wanted[: stop - first] = x[first:stop], targets[first:stop]
+            scored = self._compiled.score(self._head_params, rows, wanted)
+            parts.append([np.asarray(column)[: stop - first] for column in scored])
+        return PromptScores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     @property
     def _compiled(self) -> _Programs:
@@ -177,12 +176,10 @@ def _score(
     platform: Platform,
     params: llama.Params,
     x: jax.Array,
-    first: jax.Array,
     targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log probabilities of `targets` `[n]` after rows first … first+n-1 of `x`, and the most likely tokens."""
-    rows = lax.dynamic_slice_in_dim(x, first, targets.shape[0])
-    logits = llama.head(cfg, platform, params, rows)
+    """Log probabilities of `targets` `[n]` after rows `x` `[n, D]`, and the most likely tokens."""
+    logits = llama.head(cfg, platform, params, x)
     best, tokens = sampling.largest(logits, min(draws.MAX_TOP, cfg.vocab_size))
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return sampling.log_probability(logits, targets), tokens, best - log_sum

@@ -40,7 +40,8 @@ class _Programs(NamedTuple):
 class JaxDecodeEngine:
     """`mooncake_jax.engine.contract.DecodeEngine` on JAX. Owned by one thread.
 
-    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32").
+    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). It computes on one
+    device: few rows spend their time reading weights, and two devices that share memory read them no faster.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class JaxDecodeEngine:
         self._cfg = cfg
         self._platform = platform or platforms.current()
         self._batches = buckets(1, num_slots)
-        params = llama.prepare(cfg, params, dtype, self._platform)
+        params = jax.tree.map(jax.device_put, llama.prepare(cfg, params, dtype, self._platform))
         self._embedding = params["embed"]
         self._head_params = {"final_norm": params["final_norm"], "lm_head": params["lm_head"]}
         size = cfg.layers_per_group
@@ -229,7 +230,7 @@ class JaxDecodeEngine:
         shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [jax.device_put(np.zeros(shape, self._storage)) for _ in layers]
+            [jax.device_put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
             for _ in range(self.format.num_groups)
         ]
         self._drawing.reset()

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from kvstore.block import BlockFormat
-from models import cache, llama, sampling
+from models import cache, llama, sampling, split
 from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
@@ -27,6 +27,7 @@ from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles,
 from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.draw_rows import one_row
 from mooncake_jax.engine.drawing import Drawing
+from mooncake_jax.engine.mesh import EngineMesh
 from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
 
@@ -58,7 +59,9 @@ def block_format(cfg: LlamaConfig, dtype: str) -> BlockFormat:
 class JaxPrefillEngine:
     """`mooncake_jax.engine.contract.PrefillEngine` on JAX. Owned by one thread.
 
-    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32").
+    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). A tile is
+    split over `devices` (a power of two of them; None: the first one) as `models.split` says: every device
+    has all weights and a cache of its own.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class JaxPrefillEngine:
         max_tokens: int,
         fingerprint: bytes,
         platform: Platform | None = None,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         if not 1 <= max_tokens <= cfg.max_position:
             raise ValueError(
@@ -86,21 +90,39 @@ class JaxPrefillEngine:
         self._cfg = cfg
         self._platform = platform or platforms.current()
         Z = cfg.block_tokens
+        self._mesh = EngineMesh(devices)
+        n = self._mesh.num_devices
         self.tile_tokens = -(-min(self._platform.tile_tokens, max_tokens) // Z) * Z
         self._tiles = buckets(min(_SMALLEST_TILE, self.tile_tokens), self.tile_tokens)
+        self._orders = {tile: split.dealt(tile, 1 if self._by_columns(tile) else n) for tile in self._tiles}
         params = llama.prepare(cfg, params, dtype, self._platform)
-        self._embedding = params["embed"]
-        self._head_params = {"final_norm": params["final_norm"], "lm_head": params["lm_head"]}
+        self._embedding = self._mesh.put(params["embed"])
+        head = {name: params[name] for name in ("final_norm", "lm_head")}
+        self._head_params = jax.device_put(head, self._mesh.mesh.devices[0])
         size = cfg.layers_per_group
-        self._layers = [params["layers"][i : i + size] for i in range(0, cfg.num_layers, size)]
+        layers = split.share_columns(params["layers"], n)
+        groups = [layers[i : i + size] for i in range(0, cfg.num_layers, size)]
+        self._layers = [jax.tree.map(self._mesh.put, group) for group in groups]
+        place = {EngineMesh.WHOLE: self._mesh.put, EngineMesh.PARTS: self._mesh.put_parts}
+        self._layer_shares = [  # in the memory of the whole weights, where its alignment allows
+            jax.tree.map(lambda weight, spec: place[spec](weight), group, _share_specs(group))
+            for group in groups
+        ]
         self._storage = self._platform.storage_dtype(dtype)
-        run = max(self._platform.prefill_pages(cfg, tile) for tile in self._tiles)
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
-        self._num_pages = -(-pages // run) * run
+        runs = [self._platform.prefill_pages(cfg, self._rows_of_a_run(tile)) for tile in self._tiles]
+        self._num_pages = max(-(-pages // run) * run for run in runs)  # attention reads whole runs of pages
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
         self._staging = [np.full(prefix_shape, 0, self.format.item_dtype) for _ in range(2)]  # touched
-        self._drawing = Drawing(cfg, self._platform, self._head_params, batches=[1], tiles=self._tiles)
+        self._drawing = Drawing(
+            cfg,
+            self._platform,
+            self._head_params,
+            batches=[1],
+            scores=True,
+            place=lambda array: jax.device_put(array, self._mesh.mesh.devices[0]),
+        )
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None
@@ -165,13 +187,13 @@ class JaxPrefillEngine:
         if targets.shape != tokens.shape:
             raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
         with self._guard():
-            x = self._embed(tokens)
+            x, where = self._embed(tokens), self._mesh.numbers(slot, start, tokens.size)
             for group in range(self.format.num_groups):
-                x, _ = self._dispatch(group, x, slot, start, tokens.size)
+                x, _ = self._dispatch(group, x, where)
             self._filled[slot] = start + tokens.size
             padded = np.zeros(x.shape[0], np.int32)
             padded[: targets.size] = targets
-            scores = self._score(self._head_params, x, padded)
+            scores = self._score(self._head_params, self._in_order(x), padded)
             return TokenScores(*(np.asarray(part)[: targets.size] for part in scores))
 
     def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
@@ -215,7 +237,7 @@ class JaxPrefillEngine:
                 jax.block_until_ready(
                     self._cache
                 )  # an abandoned call may still be reading the staging arrays
-            x = self._embed(tokens)
+            x, where = self._embed(tokens), self._mesh.numbers(slot, start, tokens.size)
         for group in range(self.format.num_groups):
             prefix: Sequence[np.ndarray] = []
             if load is not None:
@@ -223,9 +245,9 @@ class JaxPrefillEngine:
                 self._check_prefix(group, prefix, start // self._cfg.block_tokens)
             with self._guard():
                 self._insert_prefix(group, slot, prefix)
-                x, blocks = self._dispatch(group, x, slot, start, tokens.size)
+                x, blocks = self._dispatch(group, x, where)
             pending.append((group, blocks))
-            if load is not None and group > 0:  # the device has the next group to do meanwhile
+            if group > 0:  # the device has the next group to do meanwhile
                 yield self._finish(*pending.popleft(), start, tokens.size)
         drawn = None
         if sample is not None:
@@ -233,14 +255,13 @@ class JaxPrefillEngine:
                 if sample.looks_back and prompt is not None:
                     self._drawing.remember(0, prompt, [])
                 row = one_row(sample, step=0)
-                last = self._compiled.last[x.shape[0]](x, np.int32(tokens.size - 1))
-                drawn = self._drawing.start(last, row, np.ones(1, np.bool_))
+                drawn = self._drawing.start(self._row_of(x, tokens.size - 1), row, np.ones(1, np.bool_))
         self._filled[slot] = start + tokens.size
         while pending:
             yield self._finish(*pending.popleft(), start, tokens.size)
         if targets is not None:
             with self._guard():
-                scores = self._drawing.score(x, targets)
+                scores = self._drawing.score(self._in_order(x), targets)
             yield scores
         if sample is not None and drawn is not None:
             with self._guard():
@@ -251,19 +272,40 @@ class JaxPrefillEngine:
         tile = next(size for size in self._tiles if size >= tokens.size)
         padded = np.zeros(tile, np.int32)
         padded[: tokens.size] = tokens
-        return self._compiled.embed[tile](self._embedding, padded)
+        put = self._mesh.put if self._by_columns(tile) else self._mesh.put_parts
+        return self._compiled.embed[tile](self._embedding, put(padded[self._orders[tile]]))
 
-    def _dispatch(
-        self, group: int, x: jax.Array, slot: int, start: int, num_valid: int
-    ) -> tuple[jax.Array, jax.Array]:
-        x, self._cache[group], blocks = self._compiled.group[x.shape[0]](
-            self._layers[group], x, self._cache[group], np.int32(slot), np.int32(start), np.int32(num_valid)
+    def _in_order(self, x: jax.Array) -> np.ndarray:
+        """A tile's activations `[T, D]` as its tokens follow one another."""
+        whole = np.empty(x.shape, np.float32)
+        whole[self._orders[x.shape[0]]] = np.asarray(x)
+        return whole
+
+    def _row_of(self, x: jax.Array, row: int) -> jax.Array:
+        """`[1, D]`, on the first device."""
+        tile = x.shape[0]
+        place = int(np.flatnonzero(self._orders[tile] == row)[0])
+        return self._compiled.last[tile](x, self._mesh.numbers(place)).addressable_data(0)
+
+    def _dispatch(self, group: int, x: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tile = x.shape[0]
+        layers = self._layer_shares if self._by_columns(tile) else self._layers
+        x, self._cache[group], blocks = self._compiled.group[tile](
+            layers[group], x, self._cache[group], where
         )
         return x, blocks
 
+    def _rows_of_a_run(self, tile: int) -> int:
+        """How many rows of a tile follow one another on one device."""
+        n = self._mesh.num_devices
+        return tile // n if self._by_columns(tile) or n == 1 else tile // (2 * n)
+
+    def _by_columns(self, tile: int) -> bool:
+        return self._mesh.num_devices > 1 and tile <= self._platform.tile_tokens_by_columns
+
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
         with self._guard():
-            host = np.asarray(blocks).view(self.format.item_dtype)
+            host = np.asarray(blocks.addressable_data(0)).view(self.format.item_dtype)
         return GroupKV(group, start // self._cfg.block_tokens, host[: self.format.num_blocks(num_valid)])
 
     def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
@@ -289,9 +331,9 @@ class JaxPrefillEngine:
         for run in binary_runs(len(blocks), self._load_blocks):
             for i in range(first, first + run):
                 staging[i] = blocks[i]
-            part = staging[first : first + run].view(self._storage)
+            part = self._mesh.put(staging[first : first + run].view(self._storage))
             self._cache[group] = self._compiled.insert[run](
-                self._cache[group], part, np.int32(slot), np.int32(first)
+                self._cache[group], part, self._mesh.numbers(slot, first)
             )
             first += run
 
@@ -313,7 +355,7 @@ class JaxPrefillEngine:
         shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [jax.device_put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
+            [self._mesh.put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
             for _ in range(self.format.num_groups)
         ]
         self._drawing.reset()
@@ -321,20 +363,41 @@ class JaxPrefillEngine:
 
     def _compile(self) -> _Programs:
         cfg, platform = self._cfg, self._platform
-        zero = np.int32(0)
-        group_step = functools.partial(llama.prefill_group, cfg, platform)
+        where = self._mesh.numbers(0)
+        mesh, whole, parts = self._mesh, EngineMesh.WHOLE, EngineMesh.PARTS
+
+        def group_step(step: Callable[..., Any], layers: Any, x: Any) -> Callable[..., Any]:
+            def run(layers: Any, x: jax.Array, pages: Any, where: jax.Array) -> Any:
+                return step(cfg, platform, mesh.num_devices, layers, x, pages, where[0], where[1], where[2])
+
+            return mesh.side_by_side(run, (layers, x, whole, whole), (x, whole, whole))
+
+        by_rows = group_step(llama.prefill_group, whole, parts)
+        by_columns = group_step(llama.prefill_group_by_columns, _share_specs(self._layers[0]), whole)
         embed, group, last = {}, {}, {}
         for tile in self._tiles:
-            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32)
-            embed[tile] = program(llama.embed, self._embedding, np.zeros(tile, np.int32))
-            group[tile] = program(
-                group_step, self._layers[0], x, self._cache[0], zero, zero, zero, donate=[2]
+            columns = self._by_columns(tile)
+            placed, spec = (mesh.whole, whole) if columns else (mesh.parts, parts)
+            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32, sharding=placed)
+            tokens = jax.ShapeDtypeStruct((tile,), jnp.int32, sharding=placed)
+            embed[tile] = program(
+                mesh.side_by_side(llama.embed, (whole, spec), spec), self._embedding, tokens
             )
-            last[tile] = program(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1), x, zero)
+            step, layers = (by_columns, self._layer_shares[0]) if columns else (by_rows, self._layers[0])
+            group[tile] = program(step, layers, x, self._cache[0], where, donate=[2])
+            last[tile] = program(
+                lambda x, where: lax.dynamic_slice_in_dim(x, where[0], 1), x, where, out_shardings=mesh.whole
+            )
+        insert_group = mesh.side_by_side(
+            lambda pages, blocks, where: cache.insert_blocks(pages, blocks, where[0], where[1]),
+            (whole, whole, whole),
+            whole,
+        )
         insert = {}
         for run in buckets(1, self._load_blocks):
-            blocks = jax.ShapeDtypeStruct((run, *self.format.group_shape), self._storage)
-            insert[run] = program(cache.insert_blocks, self._cache[0], blocks, zero, zero, donate=[0])
+            shape = (run, *self.format.group_shape)
+            blocks = jax.ShapeDtypeStruct(shape, self._storage, sharding=mesh.whole)
+            insert[run] = program(insert_group, self._cache[0], blocks, where, donate=[0])
         return _Programs(embed, group, last, insert)
 
     @property
@@ -342,6 +405,13 @@ class JaxPrefillEngine:
         if self._programs is None:
             raise RuntimeError("prefill engine: call warm_up() before the first use")
         return self._programs
+
+
+def _share_specs(group: list[llama.Params]) -> list[dict[str, Any]]:
+    """Which of a group's parameters are cut over the devices."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: EngineMesh.PARTS if split.is_shared(path) else EngineMesh.WHOLE, group
+    )
 
 
 def _score_rows(

@@ -3,14 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+from golden import parity
 from golden.values import TINY_LLAMA
 from safetensors.numpy import save_file
 
 from models.checkpoint.gguf import NAMES as GGUF_NAMES
-from models.checkpoint.huggingface import NAMES, read_config
+from models.checkpoint.huggingface import NAMES
+from models.checkpoint.huggingface_config import read_config
 from models.checkpoint.safetensors_file import SafetensorsSource
 from models.config import LlamaConfig
 
@@ -45,7 +48,7 @@ def gguf_file(
     cfg: LlamaConfig,
     tensors: dict[str, np.ndarray],
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    fields: dict[str, str | bool | int | list] | None = None,
+    fields: dict[str, Any] | None = None,
     rope_freqs: np.ndarray | None = None,
 ) -> Path:
     """What llama.cpp's converter would write for these Hugging Face tensors: q and k rows interleaved."""
@@ -60,6 +63,9 @@ def gguf_file(
     writer.add_value_length(cfg.head_dim)
     writer.add_layer_norm_rms_eps(cfg.norm_eps)
     writer.add_rope_freq_base(cfg.rope_theta)
+    if cfg.rope_scaling is not None and cfg.rope_scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(cfg.rope_scaling.factor)
     tokens = ["<s>", "</s>", "t", "0", *(f"t{i}" for i in range(cfg.vocab_size - 4))]
     plain = {
         "tokenizer.ggml.model": "gpt2",
@@ -71,14 +77,20 @@ def gguf_file(
         "tokenizer.ggml.eos_token_id": 1,
     }
     for name, value in (plain | (fields or {})).items():
-        add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
+        add = {
+            bool: writer.add_bool,
+            float: writer.add_float32,
+            str: writer.add_string,
+            int: writer.add_uint32,
+            list: writer.add_array,
+        }
         add[type(value)](name, value)
     back = {name: part for part, name in NAMES.items()}
     for name, tensor in tensors.items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else ""
         part = back[name.replace(f"layers.{layer}.", "layers.{}.") if layer else name]
-        if part in ("q", "k"):
-            halves = tensor.reshape(-1, 2, cfg.head_dim // 2, cfg.d_model)
+        if part.removesuffix("_bias") in ("q", "k"):
+            halves = tensor.reshape(-1, 2, cfg.head_dim // 2, *tensor.shape[1:])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         written = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else kind
         data = gguf.quantize(np.ascontiguousarray(tensor, np.float32), written)
@@ -114,3 +126,11 @@ def random_tensors(cfg: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     for i in range(cfg.num_layers):
         shapes |= {NAMES[part].format(i): shape for part, shape in layer.items()}
     return {name: rng.standard_normal(shape, np.float32) * 0.2 for name, shape in shapes.items()}
+
+
+def parity_folder(path: Path, name: str) -> Path:
+    """The case `name` of golden/parity.py as a Hugging Face folder without a tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(parity.config(name)))
+    save_file(parity.tensors(name), path / "model.safetensors")
+    return path

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvstore.errors import STATUS, InternalError, InvalidError, NotFoundError, RefusedError, UnavailableError
-from kvstore.rpc import AsyncStub, Empty, Method, Server, Service, Stub
+from kvstore.rpc import AsyncStub, Empty, Method, Server, Service, Stub, domain_error
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -85,6 +85,32 @@ def test_refusal_carries_its_retry_after(echo):
     with pytest.raises(RefusedError) as caught:
         echo[2].fail(Ask("refused"))
     assert caught.value.retry_after_seconds == 7.5
+
+
+@pytest.mark.parametrize(
+    ("raw", "seconds"), [("7.5", 7.5), (b"0", 0.0), ("", 1), ("soon", 1), ("nan", 1), ("-1", 1), ("1e30", 1)]
+)
+def test_a_retry_after_that_is_no_sensible_number_counts_as_none(raw, seconds):
+    class Foreign(grpc.RpcError):
+        def code(self):
+            return STATUS[RefusedError]
+
+        def details(self):
+            return "full"
+
+        def trailing_metadata(self):
+            return (("retry-after-seconds", raw),)
+
+    error = domain_error(Foreign(), "there")
+    assert isinstance(error, RefusedError)
+    assert (str(error), error.retry_after_seconds) == ("there: full", seconds)
+
+
+def test_a_closed_stub_is_unavailable(echo):
+    stub = Stub(echo[1].address, SERVICE)
+    stub.close()
+    with pytest.raises(UnavailableError, match=r"test\.Echo\.say at .*closed"):
+        stub.say(Ask("ok"))
 
 
 def test_a_bug_in_a_handler_is_an_internal_error_and_the_server_goes_on(echo, caplog):

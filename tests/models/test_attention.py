@@ -13,7 +13,7 @@ from models.config import preset
 from models.platform import CPU
 
 CFG = preset("tiny")
-SMALL = dataclasses.replace(CPU, prefill_key_tokens=(32, 32), decode_key_tokens=((32, 32),))
+SMALL = dataclasses.replace(CPU, attention_rows=8, prefill_key_tokens=(32, 32), decode_key_tokens=((32, 32),))
 S, N, K, H, Z = 75, CFG.num_heads, CFG.num_kv_heads, CFG.head_dim, CFG.block_tokens
 RNG = np.random.default_rng(0)
 Q, KEYS, VALUES = (RNG.normal(size=(S, heads, H)).astype(np.float32) for heads in (N, K, K))
@@ -30,12 +30,24 @@ def filled_pages(num_tokens, *, slots=3, slot=1, num_pages=8):
 
 
 @pytest.mark.parametrize("start", [0, 16, 32, 48, 64])
-def test_tile_attention_equals_dense_rows(start):
-    tile = slice(start, S)
-    out = jax.jit(attention.tile_attention, static_argnums=(6, 7))(
-        Q[tile], KEYS[tile], VALUES[tile], filled_pages(start), np.int32(1), np.int32(start), SMALL, 2
+@pytest.mark.parametrize("attention_rows", [4, 128])
+def test_tile_attention_equals_dense_rows(start, attention_rows):
+    rows = slice(start, start + (8 if start < 64 else 4) + 4)
+    platform = dataclasses.replace(SMALL, attention_rows=attention_rows)
+    firsts = [np.int32(start)]
+    out = jax.jit(attention.tile_attention, static_argnums=(4, 5))(
+        Q[rows], firsts, filled_pages(rows.stop), np.int32(1), platform, 2
     )
-    np.testing.assert_allclose(out, DENSE[tile], atol=2e-5)
+    np.testing.assert_allclose(out, DENSE[rows], atol=2e-5)
+
+
+def test_tile_attention_of_rows_in_two_places():
+    rows = np.r_[16:24, 40:48]
+    firsts = [np.int32(16), np.int32(40)]
+    out = jax.jit(attention.tile_attention, static_argnums=(4, 5))(
+        Q[rows], firsts, filled_pages(48), np.int32(1), SMALL, 2
+    )
+    np.testing.assert_allclose(out, DENSE[rows], atol=2e-5)
 
 
 @pytest.mark.parametrize("position", [0, 15, 16, 31, 32, 74])
@@ -60,7 +72,7 @@ def test_write_rows_leaves_inactive_slots_alone():
     pages = filled_pages(20)
     rows = np.ones((3, K, H), np.float32)
     positions, active = np.array([5, 20, 7], np.int32), np.array([False, True, False])
-    new = np.asarray(jax.jit(cache.write_rows)(pages, rows, rows * 2, positions, active))
+    new = np.asarray(jax.jit(cache.write_rows)(pages, np.stack([rows, rows * 2], axis=2), positions, active))
     changed = np.argwhere((new != np.asarray(pages)).any(axis=(2, 3, 5)))
     assert changed.tolist() == [[1, 20 // Z, 20 % Z]]
     assert (new[1, 1, :, 0, 4] == 1).all()
@@ -68,8 +80,8 @@ def test_write_rows_leaves_inactive_slots_alone():
 
 
 def test_pages_of_a_tile_are_zero_past_the_valid_tokens():
-    keys = np.ones((32, K, H), np.float32)
-    pages = np.asarray(cache.to_pages(CFG, jnp.asarray(keys), jnp.asarray(keys), np.int32(18)))
+    both = np.ones((32, K, 2, H), np.float32)
+    pages = np.asarray(cache.to_pages(CFG, jnp.asarray(both), np.int32(18)))
     assert pages.shape == (2, K, 2, Z, H)
     assert pages[0].min() == 1
     assert pages[1, :, :, :2].min() == 1

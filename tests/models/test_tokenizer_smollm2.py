@@ -3,8 +3,8 @@
 import pytest
 from golden.values import smollm2, smollm2_gguf
 
-from models.checkpoint.gguf import read_tokenizer
 from models.checkpoint.gguf_file import GGUFFile
+from models.checkpoint.gguf_tokenizer import read_tokenizer
 from models.tokenizer import Tokenizer
 
 GOLDEN = smollm2()

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvstore.transfer.batch import Frame
 from kvstore.transfer.request import READ
-from kvstore.transfer.segment import Segment
 from kvstore.transfer.slices import bounds_reason, out_of_bounds
 from kvstore.transfer.status import TransferError
 
@@ -30,10 +29,10 @@ class Copier(ABC):
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"transfer-{name}")
 
     @abstractmethod
-    def use(self, target: Segment) -> AbstractContextManager[memoryview]:
-        """The whole memory of `target`, which stays there until the context ends.
+    def use(self, frame: Frame) -> AbstractContextManager[memoryview]:
+        """The whole memory of the frame's segment, which stays there until the context ends.
 
-        Raises TransferError if it may not be used.
+        Raises TransferError if the frame may not use it.
         """
 
     def submit(self, frames: list[Frame]) -> None:
@@ -50,7 +49,7 @@ class Copier(ABC):
     def _move(self, frame: Frame) -> None:
         if self._closed.is_set():
             raise TransferError("the engine was closed")
-        with self.use(frame.target) as memory:
+        with self.use(frame) as memory:
             copy(frame, memory)
 
     def close(self) -> None:

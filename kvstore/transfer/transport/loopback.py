@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from kvstore.transfer.batch import Frame
 from kvstore.transfer.registry import Registry
-from kvstore.transfer.segment import Segment
+from kvstore.transfer.request import READ
 from kvstore.transfer.transport.copier import Copier
 
 
@@ -16,5 +18,13 @@ class LoopbackPath(Copier):
         super().__init__("loopback")
         self._registry = registry
 
-    def use(self, target: Segment) -> AbstractContextManager[memoryview]:
-        return self._registry.use(target.name)
+    @contextmanager
+    def use(self, frame: Frame) -> Iterator[memoryview]:
+        """Raises TransferError if the segment is not registered, or its guard refuses the write."""
+        name = frame.target.name
+        with self._registry.use(name) as memory:
+            if frame.opcode is READ:
+                yield memory
+                return
+            with self._registry.admit(name, frame.permit, frame.offsets, frame.lengths):
+                yield memory

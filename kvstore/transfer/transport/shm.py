@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.transfer.batch import Frame
 from kvstore.transfer.segment import Segment
 from kvstore.transfer.status import TransferError
 from kvstore.transfer.transport.copier import Copier
@@ -141,9 +142,9 @@ class SharedMemoryPath(Copier):
         self._attachments: dict[str, _Attachment] = {}
 
     @contextmanager
-    def use(self, target: Segment) -> Iterator[memoryview]:
-        """Raises TransferError if `target` is not ours to map, or its owner has gone."""
-        yield self._memory(target)
+    def use(self, frame: Frame) -> Iterator[memoryview]:
+        """Raises TransferError if the segment is not ours to map, or its owner has gone."""
+        yield self._memory(frame.target)
 
     def _memory(self, target: Segment) -> memoryview:
         with self._lock:

@@ -57,7 +57,15 @@ class _Lane(threading.Thread):
     def _exchange(self, channel: wire.Channel, frame: Frame) -> None:
         left = frame.deadline - time.monotonic()
         header = memoryview(
-            wire.pack_frame(frame.opcode, frame.target.name, frame.offsets, frame.lengths, frame.nbytes, left)
+            wire.pack_frame(
+                frame.opcode,
+                frame.target.name,
+                frame.offsets,
+                frame.lengths,
+                frame.nbytes,
+                left,
+                frame.permit,
+            )
         )
         views = frame.views if frame.lengths.all() else [view for view in frame.views if len(view)]
         if frame.opcode is READ:

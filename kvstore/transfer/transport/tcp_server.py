@@ -1,6 +1,7 @@
 """TCP, the side that owns the memory: a thread per connection serves; the application does nothing.
 
-Nothing of a frame's payload is read or sent before its segment, bounds and limits have been checked. What one
+Nothing of a frame's payload is read or sent before its segment, bounds, limits and permit have been checked; a
+payload that arrives later than its permit allows is cut off with its connection. What one
 connection can make the server hold is one header, one table and one small buffer.
 """
 
@@ -63,21 +64,22 @@ class _Session(threading.Thread):
         return status == wire.HELLO_OK and version == wire.VERSION
 
     def _serve(self, channel: wire.Channel) -> None:
-        opcode, name_nbytes, pieces, timeout, nbytes = wire.check_frame(
-            channel.receive(wire.FRAME.size, math.inf)
-        )
-        deadline = time.monotonic() + min(timeout, MAX_SERVE_SECONDS)
-        rest = channel.receive(name_nbytes + 16 * pieces, deadline)
-        name = rest[:name_nbytes].decode(errors="replace")
-        offsets, lengths = wire.unpack_table(rest[name_nbytes:])
+        header = wire.check_frame(channel.receive(wire.FRAME.size, math.inf))
+        opcode, nbytes = header.opcode, header.nbytes
+        deadline = time.monotonic() + min(header.timeout_seconds, MAX_SERVE_SECONDS)
+        rest = channel.receive(header.name_nbytes + 16 * header.num_pieces, deadline)
+        name = rest[: header.name_nbytes].decode(errors="replace")
+        offsets, lengths = wire.unpack_table(rest[header.name_nbytes :])
+        registry = self._server.registry
         try:
-            with self._server.registry.use(name) as memory:
+            with registry.use(name) as memory:
                 views = _views(memory, opcode, name, offsets, lengths, nbytes)
                 if opcode == READ:
                     answer = memoryview(wire.ANSWER.pack(wire.ANSWER_MAGIC, wire.OK, 0))
                     channel.send([answer, *views], len(answer) + nbytes, deadline, self._server.pacer)
                     return
-                channel.receive_into(views, nbytes, deadline)
+                with registry.admit(name, header.permit, offsets, lengths) as until:
+                    channel.receive_into(views, nbytes, min(deadline, until))
         except TransferError as error:  # from the checks: no byte has moved yet
             self._refuse(channel, str(error), nbytes if opcode == WRITE else 0, deadline)
             return

@@ -41,6 +41,14 @@ def test_it_does_not_change_with_how_serving_cuts_the_model(change):
     assert weights_fingerprint(replace(CFG, **change), PARAMS) == BASE
 
 
+def test_it_changes_with_biases():
+    cfg = replace(CFG, attention_bias=True)
+    params = init_params(cfg, seed=3, dtype="float32")
+    base = weights_fingerprint(cfg, params)
+    params["layers"][0]["out_bias"][0] += 1
+    assert len({BASE, base, weights_fingerprint(cfg, params)}) == 3
+
+
 def test_it_changes_with_one_bit_anywhere():
     seen = {BASE}
     leaves, structure = jax.tree.flatten(PARAMS)

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as QType
 from golden.folders import gguf_file, hf_folder, random_tensors, tiny_config, tiny_tensors
 
-from models.checkpoint import CheckpointError, load_model, weights_fingerprint
+from models.checkpoint import CheckpointError, load_model, load_text, weights_fingerprint
 from models.checkpoint.gguf_file import GGUFFile
 from models.config import LlamaConfig, RopeScaling
 from models.rope import inverse_frequencies
@@ -54,7 +54,10 @@ def test_a_gguf_is_the_same_model_as_its_hugging_face_folder(tmp_path, kind, dty
     assert ours.fingerprint == theirs.fingerprint
 
 
-@pytest.mark.parametrize(("kind", "error"), [(QType.Q8_0, 0.01), (QType.Q4_1, 0.1)])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(QType.Q8_0, 0.01), (QType.Q4_0, 0.15), (QType.Q4_1, 0.1), (QType.Q5_0, 0.1), (QType.Q5_1, 0.1)],
+)
 def test_quantised_rows_come_back_close(tmp_path, kind, error, monkeypatch):
     monkeypatch.setattr("models.checkpoint.tensor._CHUNK_NBYTES", 1000)  # several chunks a tensor
     tensors = random_tensors(WIDE)
@@ -63,13 +66,6 @@ def test_quantised_rows_come_back_close(tmp_path, kind, error, monkeypatch):
     for have, want in zip(jax.tree.leaves(params), jax.tree.leaves(plain), strict=True):
         assert np.abs(have - want).max() < error
     assert np.abs(params["embed"] - plain["embed"]).max() > 0
-
-
-@pytest.mark.parametrize("kind", [QType.Q4_0, QType.Q5_1])
-def test_types_we_do_not_decode_are_refused_by_name(tmp_path, kind):
-    path = gguf_file(tmp_path / "m.gguf", WIDE, random_tensors(WIDE), kind)
-    with pytest.raises(CheckpointError, match=f"m.gguf: tensor token_embd.weight is {kind.name}; supported"):
-        load_model(path)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -89,11 +85,15 @@ def test_llama3_scaling_is_found_in_the_divisors(tmp_path, factor):
     ("fields", "message"),
     [
         ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling type 'yarn'"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer model 'bert'"),
+        ({"tokenizer.ggml.model": "llama"}, "field tokenizer.ggml.scores is missing"),
+        ({"tokenizer.ggml.tokens": [1] * 64}, "tokens is not a list of str"),
+        ({"tokenizer.ggml.token_type": [1]}, "64 tokens, but 1 of tokenizer.ggml.token_type"),
+        ({"llama.attention.sliding_window": 255}, "sliding_window is 255; only full attention"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
         ({"tokenizer.ggml.eos_token_id": 64}, "EOS id 64"),
         ({"tokenizer.ggml.bos_token_id": "<s>"}, "bos_token_id is '<s>', not int"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "'a' stands twice"),
+        ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' stands twice"),
         ({"llama.expert_count": 8}, "8 experts"),
         ({"llama.vocab_size": 65}, r"token_embd.weight has shape \(64, 64\), the config asks for \(65, 64\)"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8"),
@@ -120,6 +120,41 @@ def test_linear_scaling_and_several_end_tokens(tmp_path):
     ).tokenizer
     assert tokenizer is not None
     assert (tokenizer.eos_ids, tokenizer.settings.add_bos) == ((1, 7), True)
+
+
+def test_llama_3_ends_with_any_of_its_end_tokens(tmp_path):
+    tokens = [f"t{i}" for i in range(64)]
+    tokens[3:9] = ["<|end_of_text|>", "<|eot_id|>", "t", "<|eom_id|>", "0", "<|end_of_text|>x"]
+    fields = {"tokenizer.ggml.tokens": [*tokens[:62], "a", "t0"], "tokenizer.ggml.eos_token_id": 4}
+    kinds = [3 if i in (3, 4) else 1 for i in range(64)]  # 6 is a word that looks like an end
+    fields |= {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 9}
+    fields["tokenizer.ggml.tokens"][0] = "first"
+    tokenizer = load_text(gguf_file(tmp_path / "m.gguf", WIDE, random_tensors(WIDE), fields=fields))[1]
+    assert tokenizer is not None
+    assert tokenizer.eos_ids == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"llama.rope.scale_linear": 4.0}, RopeScaling("linear", 4.0)),
+        ({"llama.rope.scale_linear": 1.0}, None),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 0.0}, None),
+        ({"llama.attention.sliding_window": 256}, None),
+    ],
+)
+def test_fields_of_older_files_are_used(tmp_path, fields, expected):
+    path = gguf_file(tmp_path / "m.gguf", WIDE, random_tensors(WIDE), fields=fields)
+    assert load_model(path).cfg == replace(WIDE, rope_scaling=expected)
+
+
+def test_two_kinds_of_scaling_in_one_file_are_refused(tmp_path):
+    fields = {"llama.rope.scale_linear": 4.0}
+    path = gguf_file(tmp_path / "m.gguf", WIDE, random_tensors(WIDE), fields=fields, rope_freqs=np.ones(8))
+    with pytest.raises(
+        CheckpointError, match=r"m.gguf: both linear RoPE scaling and tensor rope_freqs.weight"
+    ):
+        load_model(path)
 
 
 def list_but_first(fields: dict) -> dict:

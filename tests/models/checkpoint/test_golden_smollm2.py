@@ -1,9 +1,5 @@
 """The real model, from GGUF to logits, against values that transformers made (golden/make_golden.py)."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +10,6 @@ from models.checkpoint import Model, load_model
 from models.config import preset
 from models.llama import dense_logits
 
-ROOT = Path(__file__).parents[3]
 GOLDEN = smollm2()
 LENGTH = 128  # every prompt padded to it: one compilation
 logits_of = jax.jit(dense_logits, static_argnums=0)
@@ -50,21 +45,3 @@ def test_the_greedy_answer_is_that_of_transformers(model):
     chosen = padded_logits(model, prompt + answer).argmax(-1)
     assert chosen[len(prompt) - 1 : -1].tolist() == answer
     assert model.tokenizer.decode(answer) == " Paris.\n\nThe answer is: 2018-01-22 12:1"
-
-
-MEMORY = """
-import resource, sys
-from models.checkpoint import load_model
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
-model = load_model(sys.argv[1], dtype="bfloat16")
-import jax
-print((peak() - before) / sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kB on Linux only")
-def test_loading_needs_little_more_than_its_result():
-    command = [sys.executable, "-c", MEMORY, str(smollm2_gguf())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
-    assert float(done.stdout) < 1.3

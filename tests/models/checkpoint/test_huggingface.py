@@ -12,8 +12,8 @@ from golden.folders import hf_folder, tiny_config, tiny_tensors
 from golden.values import TINY_LLAMA, tiny_llama_logits
 from safetensors.numpy import save_file
 
-from models.checkpoint import CheckpointError, load_model
-from models.checkpoint.huggingface import read_config
+from models.checkpoint import CheckpointError, load_model, load_text
+from models.checkpoint.huggingface_config import read_config
 from models.config import RopeScaling
 from models.llama import DTYPES, dense_logits
 
@@ -89,7 +89,9 @@ def sharded(path, tensors):
     return folder
 
 
-@pytest.mark.parametrize("place", ["gone", "../model-1-of-2.safetensors", "truncated"])
+@pytest.mark.parametrize(
+    "place", ["gone", "../model-1-of-2.safetensors", "truncated", "elsewhere", "nowhere"]
+)
 def test_a_broken_shard_is_named(tmp_path, place):
     folder = sharded(tmp_path, tiny_tensors())
     shard, index = folder / "model-1-of-2.safetensors", folder / "model.safetensors.index.json"
@@ -99,6 +101,12 @@ def test_a_broken_shard_is_named(tmp_path, place):
     elif place == "truncated":
         shard.write_bytes(shard.read_bytes()[:-1])
         message = r"model-1-of-2.safetensors: truncated: tensor \S+ ends at"
+    elif place in ("elsewhere", "nowhere"):
+        fields = json.loads(index.read_text())
+        name = {"elsewhere": EMBED, "nowhere": "model.layers.9.mlp.up_proj.weight"}[place]
+        fields["weight_map"][name] = "model-1-of-2.safetensors"
+        index.write_text(json.dumps(fields))
+        message = f"model-1-of-2.safetensors: tensor {name} is not there"
     else:
         index.write_text(index.read_text().replace("model-1-of-2.safetensors", place))
         message = "not a file of this folder"
@@ -148,6 +156,14 @@ def test_an_integer_tensor_is_refused_by_name(tmp_path):
         load_model(hf_folder(tmp_path, tensors))
 
 
+@pytest.mark.parametrize("header", ["[]", "7", "{", "null"])
+def test_a_header_that_is_no_table_is_refused(tmp_path, header):
+    folder = hf_folder(tmp_path)
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(CheckpointError, match=r"model.safetensors: broken header"):
+        load_model(folder)
+
+
 @pytest.mark.parametrize("cut", [0, 5, 100, 5000, -1])
 def test_a_truncated_file_is_refused_before_anything_is_read(tmp_path, cut):
     folder = hf_folder(tmp_path)
@@ -190,6 +206,9 @@ LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_em
         ({"kind": "yarn"}, "'yarn'"),
         ({"kind": "llama3", "factor": 8.0}, "without 'low_freq_factor'"),
         ({"kind": "linear", "factor": 0.5}, "factor must be at least 1"),
+        ({"kind": "linear", "factor": float("inf")}, "factor must be at least 1"),
+        ({"kind": "linear", "factor": "two"}, "could not convert"),
+        ({"kind": ["linear"]}, "unhashable|RoPE"),
     ],
 )
 def test_rope_scaling(key, fields, expected):
@@ -217,7 +236,16 @@ def test_rope_parameters_of_newer_files_are_read():
     [
         ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"attention_bias": True}, "attention_bias is True"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false"),
+        ({"model_type": "mistral", "sliding_window": 511}, "sliding_window is 511; only full attention"),
+        ({"model_type": "mistral", "max_position_embeddings": 5000}, "sliding_window is 4096"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected a JSON object"),
+        ({"rope_scaling": {"factor": 8.0}}, "a factor but no rope_type"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "both types 'linear' and 'yarn'"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}, "rope_scaling": None},
+            "partial_rotary_factor is 0.5",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 4}, "do not divide"),
@@ -227,6 +255,26 @@ def test_rope_parameters_of_newer_files_are_read():
 def test_a_config_we_cannot_run_is_refused(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=f"config.json: .*{message}"):
         load_model(hf_folder(tmp_path, **changes))
+
+
+def test_mistral_is_the_same_graph_without_a_window():
+    config = json.loads((TINY_LLAMA / "config.json").read_text()) | {"model_type": "mistral"}
+    for window in (None, 512, 4096):
+        assert read_config(config | {"sliding_window": window}, where="config.json") == tiny_config()
+    assert read_config(config, where="config.json") == tiny_config()  # 4096 is wider than the model's 512
+    del config["num_key_value_heads"]
+    config["num_attention_heads"] = 16
+    assert read_config(config, where="config.json").num_kv_heads == 8
+
+
+def test_biases_must_be_where_the_config_says(tmp_path):
+    bias = "model.layers.0.self_attn.o_proj.bias"
+    with pytest.raises(CheckpointError, match=f"tensor {bias} \\(24,\\) is missing"):
+        load_model(hf_folder(tmp_path / "a", attention_bias=True))
+    with pytest.raises(CheckpointError, match=r"1 tensors .*layers.1.mlp.up_proj.bias"):
+        load_model(
+            hf_folder(tmp_path / "b", tiny_tensors() | {"model.layers.1.mlp.up_proj.bias": np.ones(40)})
+        )
 
 
 def test_absent_config_fields_have_their_defaults():
@@ -255,7 +303,7 @@ def test_end_tokens_are_the_union_of_all_files(tmp_path, config_eos, generation_
 
 @pytest.mark.parametrize("bad", [320, -1, [1, 4000], "two", True])
 def test_an_end_token_outside_the_vocabulary_is_a_load_error(tmp_path, bad):
-    with pytest.raises(CheckpointError, match="EOS id"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.*(EOS id|eos_token_id)"):
         load_model(hf_folder(tmp_path, eos_token_id=bad))
 
 
@@ -284,6 +332,31 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     tensors |= {name: np.ascontiguousarray(tensors[name][:300]) for name in (HEAD, EMBED)}
     with pytest.raises(CheckpointError, match="tokenizer has 320 tokens, the model 300"):
         load_model(hf_folder(tmp_path, tensors, vocab_size=300))
+
+
+JUNK = (None, True, 0, -1, 1.5, float("inf"), float("nan"), "x", [], {}, [1], [None], {"a": 1}, 2**70)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_junk_in_any_field_is_harmless_or_our_error(tmp_path, name):
+    folder = hf_folder(tmp_path)
+    whole = json.loads((folder / name).read_text())
+    paths = [(field,) for field in [*whole, "sliding_window", "chat_template", "added_tokens_decoder"]]
+    paths += [("rope_scaling", field) for field in whole.get("rope_scaling", {})]
+    refused = 0
+    for *parents, field in paths:
+        for value in JUNK:
+            fields = json.loads(json.dumps(whole))
+            inner = fields
+            for parent in parents:
+                inner = inner[parent]
+            inner[field] = value
+            (folder / name).write_text(json.dumps(fields))
+            try:
+                load_text(folder)
+            except CheckpointError as error:
+                refused += str(tmp_path) in str(error)
+    assert refused >= 10
 
 
 def test_what_is_no_model_says_so(tmp_path):

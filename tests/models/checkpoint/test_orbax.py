@@ -78,8 +78,10 @@ def test_a_placement_is_ours(saved, tiny):
 
 SAVE_ON_EIGHT = """
 import jax, sys
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from models.checkpoint import Model, load_model, save_checkpoint
+from models.checkpoint import load_model, save_checkpoint
+from models.sharding import param_shardings
 mesh = Mesh(jax.devices(), ("x",))
 def place(leaf):
     return NamedSharding(mesh, P(None, "x") if leaf.ndim == 2 and leaf.shape[1] % 8 == 0 else P())
@@ -88,24 +90,54 @@ spread = load_model(sys.argv[1], shardings=jax.tree.map(place, plain.params))
 assert len(spread.params["embed"].sharding.device_set) == 8
 assert spread.fingerprint == plain.fingerprint
 save_checkpoint(sys.argv[2], spread)
-two = NamedSharding(Mesh(jax.devices()[:2], ("x",)), P())
-again = load_model(sys.argv[2], shardings=two)
-assert len(again.params["embed"].sharding.device_set) == 2
-assert again.fingerprint == plain.fingerprint
+def parallel(num):
+    return Mesh(jax.devices()[:num], ("model",))
+layouts = {
+    "2 copies": (2, NamedSharding(parallel(2), P())),
+    "4 copies": (4, NamedSharding(parallel(4), P())),
+    "tensor parallel 2": (2, param_shardings(plain.cfg, parallel(2))),
+    "tensor parallel 4": (4, param_shardings(plain.cfg, parallel(4))),
+}
+for name, (num, shardings) in layouts.items():
+    again = load_model(sys.argv[2], shardings=shardings)
+    assert len(again.params["embed"].sharding.device_set) == num, name
+    assert again.fingerprint == plain.fingerprint, name
+    wide = load_model(sys.argv[2], shardings=shardings, dtype="float32").params["layers"][0]["qkv"]
+    np.testing.assert_array_equal(wide, plain.params["layers"][0]["qkv"].astype(np.float32))
+half = load_model(sys.argv[2], shardings=param_shardings(plain.cfg, parallel(2))).params["embed"]
+assert half.addressable_shards[0].data.shape[0] * 2 == half.shape[0]
 """
 
 
-def test_saved_on_eight_devices_restores_on_two_and_on_one(saved, tiny, tmp_path):
+def test_saved_on_eight_devices_restores_under_any_layout(tmp_path):
+    cfg = replace(preset("tiny"), vocab_size=516, num_heads=8, num_kv_heads=4, head_dim=8)
+    model = Model(cfg, init_params(cfg, seed=1, dtype="bfloat16"), None, "bfloat16")
+    save_checkpoint(tmp_path / "one", model)
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-c", SAVE_ON_EIGHT, str(saved), str(tmp_path / "eight")]
+    command = [sys.executable, "-c", SAVE_ON_EIGHT, str(tmp_path / "one"), str(tmp_path / "eight")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     loaded = load_model(tmp_path / "eight")
-    assert same_bits(loaded.params, tiny.params)
-    assert loaded.fingerprint == tiny.fingerprint
+    assert same_bits(loaded.params, model.params)
+    assert loaded.fingerprint == model.fingerprint
+
+
+def test_biases_are_saved_and_an_older_manifest_means_none(tmp_path):
+    cfg = replace(preset("tiny"), attention_bias=True, mlp_bias=True)
+    model = Model(cfg, init_params(cfg, seed=1, dtype="float32"), None, "float32")
+    save_checkpoint(tmp_path / "biased", model)
+    loaded = load_model(tmp_path / "biased")
+    assert loaded.cfg == cfg
+    assert same_bits(loaded.params, model.params)
+    manifest = tmp_path / "biased" / MANIFEST_FILE
+    fields = json.loads(manifest.read_text())
+    del fields["config"]["attention_bias"], fields["config"]["mlp_bias"]
+    manifest.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"16 parameters .* no place for: layers/0/down_bias"):
+        load_model(tmp_path / "biased")
 
 
 def test_a_restore_in_many_steps_is_the_same_and_tells_how_far_it_is(saved, tiny, monkeypatch):

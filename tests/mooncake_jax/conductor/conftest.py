@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from kvstore.block import BlockFormat, chain_keys, root_key
-from kvstore.index import PrefixIndex
+from kvstore.directory import PrefixIndex
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig, ScheduleConfig
 from mooncake_jax.conductor.decision_log import DecisionLog

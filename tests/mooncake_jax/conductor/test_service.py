@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.directory import Directory
+from kvstore.directory import Directory, DirectoryReplica
 from kvstore.errors import InvalidError, RefusedError, StaleError, UnavailableError
 from kvstore.messages import DIRECTORY, Announce, NodeId, NodeInfo
 from kvstore.rpc import Empty, Server, Stub
 from kvstore.transfer.segment import Peer, Segment
-from kvstore.watch import DirectoryReplica
 from mooncake_jax.conductor.config import ConductorConfig, ScheduleConfig
 from mooncake_jax.conductor.decision_log import read_decision_log, replay
 from mooncake_jax.conductor.service import ConductorService

@@ -14,7 +14,14 @@ from mooncake_jax.engine.jax_decode import JaxDecodeEngine
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
 from mooncake_jax.engine.oracle import Monolith
 
-SMALL = dataclasses.replace(CPU, tile_tokens=32, prefill_key_tokens=(32, 32), decode_key_tokens=((32, 32),))
+SMALL = dataclasses.replace(
+    CPU,
+    tile_tokens=32,
+    tile_tokens_by_columns=16,
+    attention_rows=4,
+    prefill_key_tokens=(32, 32),
+    decode_key_tokens=((32, 32),),
+)
 MAX_TOKENS = 112
 
 
@@ -37,10 +44,10 @@ def _dense(cfg, params, tokens):
     return jax.nn.log_softmax(llama.dense_logits(cfg, params, tokens))
 
 
-def build(dtype: str, params: llama.Params, decode_slots: int) -> Pair:
+def build(dtype: str, params: llama.Params, decode_slots: int, num_devices: int) -> Pair:
     cfg = preset("tiny")
     how = {"dtype": dtype, "max_tokens": MAX_TOKENS, "fingerprint": b"tiny", "platform": SMALL}
-    prefill = JaxPrefillEngine(cfg, params, num_slots=2, **how)
+    prefill = JaxPrefillEngine(cfg, params, num_slots=2, devices=jax.devices()[:num_devices], **how)
     decode = JaxDecodeEngine(cfg, params, num_slots=decode_slots, insert_blocks=2, **how)
     Monolith(prefill, decode).warm_up()
     return Pair(cfg, dtype, params, prefill, decode)
@@ -48,9 +55,9 @@ def build(dtype: str, params: llama.Params, decode_slots: int) -> Pair:
 
 @pytest.fixture(scope="session")
 def pair() -> Pair:
-    return build("float32", llama.init_params(preset("tiny"), 0, "float32"), decode_slots=3)
+    return build("float32", llama.init_params(preset("tiny"), 0, "float32"), decode_slots=3, num_devices=2)
 
 
 @pytest.fixture(scope="session")
 def bf16_pair() -> Pair:
-    return build("bfloat16", llama.init_params(preset("tiny"), 0, "bfloat16"), decode_slots=1)
+    return build("bfloat16", llama.init_params(preset("tiny"), 0, "bfloat16"), decode_slots=1, num_devices=1)

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from models import llama
 from mooncake_jax.engine.oracle import Monolith
 from mooncake_jax.equality import TOLERANCES, compare
 from mooncake_jax.request import Request, Sampling
@@ -78,25 +77,24 @@ def test_the_oracle_equals_itself_and_two_swapped_layers_exceed_ten_tolerances(a
     right = compare(answer.tokens, answer.logprobs, oracle.score(PROMPT, answer.tokens), any_pair.dtype)
     assert right.equal, right.first_violation
 
-    layers = list(any_pair.params["layers"])
-    layers[1], layers[2] = layers[2], layers[1]
-    wrong = _with_layers(any_pair, layers)
+    wrong = _with_two_layers_swapped(any_pair)
     broken = wrong.generate(request(max_tokens=40))
     report = compare(broken.tokens, broken.logprobs, oracle.score(PROMPT, broken.tokens), any_pair.dtype)
     assert not report.equal
     assert report.max_abs_dlogprob > 10 * TOLERANCES[any_pair.dtype].logprob
 
 
-def _with_layers(pair, layers):
+def _with_two_layers_swapped(pair):
     """The same compiled engines over other weights."""
-    params = llama.prepare(pair.cfg, {**pair.params, "layers": layers}, pair.dtype, pair.prefill._platform)
-    size = pair.cfg.layers_per_group
-    groups = [params["layers"][i : i + size] for i in range(0, pair.cfg.num_layers, size)]
     engines = []
     for engine in (pair.prefill, pair.decode):
         twin = object.__new__(type(engine))
         twin.__dict__.update(engine.__dict__)
-        twin._layers = groups
+        for name in engine.__dict__.keys() & {"_layers", "_layer_shares"}:
+            flat = [layer for group in getattr(engine, name) for layer in group]
+            flat[1], flat[2] = flat[2], flat[1]
+            size = pair.cfg.layers_per_group
+            setattr(twin, name, [flat[i : i + size] for i in range(0, len(flat), size)])
         twin._reset()
         engines.append(twin)
     return Monolith(*engines)

@@ -73,9 +73,10 @@ class Client:
 
 
 @contextmanager
-def frontend_over(backend, **config):
-    settings = FrontendConfig(MODEL, ByteTokenizer.vocab_size, **config)
-    server = HttpServer(lambda: build_app(settings, ByteTokenizer(), backend))
+def frontend_over(backend, tokenizer=None, **config):
+    tokenizer = tokenizer or ByteTokenizer()
+    settings = FrontendConfig(MODEL, tokenizer.vocab_size, **config)
+    server = HttpServer(lambda: build_app(settings, tokenizer, backend))
     try:
         yield Client(server)
         deadline = time.monotonic() + 10

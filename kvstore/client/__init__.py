@@ -1,0 +1,7 @@
+"""What users of the store call, and how it reaches other nodes."""
+
+from kvstore.client.client import Client
+from kvstore.client.remote_lease import RemoteLease
+from kvstore.client.remote_put import PutResult
+
+__all__ = ["Client", "PutResult", "RemoteLease"]

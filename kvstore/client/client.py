@@ -1,0 +1,342 @@
+"""What users of the store call: batches of put, get, exists and remove, with an answer per item."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.arguments import all_as_bytes, check_keys
+from kvstore.client.copier import Copier
+from kvstore.client.locator import Locator
+from kvstore.client.peers import Peers
+from kvstore.client.remote_lease import RemoteLease
+from kvstore.client.remote_put import PutResult, put_on
+from kvstore.directory.replica import DirectoryReplica
+from kvstore.errors import InvalidError, NotFoundError, StoreError
+from kvstore.messages import MAX_BATCH_KEYS, NodeInfo, NodeKeys
+from kvstore.node.node import Node
+from kvstore.transfer import TransferEngine
+
+_NODE_SECONDS = 2.0  # the most that one node may take to answer
+_MAX_PUT_NODES = 3
+
+
+class Client:
+    """The store, seen from one process. Thread-safe; every call ends within about `timeout_seconds`.
+
+    With a `home` node in this process, puts go there and gets look there first. What a get returns is what
+    was put under that key, or nothing: a holder that is gone, stale or damaged costs a try at the next one,
+    then it is a miss.
+    """
+
+    def __init__(
+        self,
+        directory_address: str,
+        *,
+        engine: TransferEngine,
+        home: Node | None = None,
+        timeout_seconds: float = 10.0,
+    ):
+        self.replica = DirectoryReplica(directory_address)
+        self._engine = engine
+        self._home = home
+        self._home_name = "" if home is None else home.name
+        self._timeout_seconds = timeout_seconds
+        self._locator = Locator(directory_address, self.replica, host_id=engine.peer.host_id)
+        self._peers = Peers(_NODE_SECONDS)
+        self.replica.subscribe(self._peers)
+        self._copier = Copier()
+        self._counter_lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+
+    def put(
+        self, keys: Sequence[bytes], buffers: Sequence[object], part_nbytes: int | None = None
+    ) -> list[PutResult]:
+        """Store `buffers[i]` under `keys[i]`, with one crc32 per `part_nbytes` bytes (None: one for all).
+
+        Per item: "stored"; "present", it is there already; "writing", another client is storing it now;
+        "no_room", all slots are in use; "too_large", it fits into no slot, ever; "failed", no node could be
+        reached or the transfer broke. Raises InvalidError for malformed arguments.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        check_keys(keys)
+        views = all_as_bytes(keys, buffers)
+        first = {key: index for index, key in reversed(list(enumerate(keys)))}
+        by_size: dict[int, list[int]] = {}
+        for index in sorted(first.values()):
+            if not len(views[index]):
+                raise InvalidError(f"buffer {index} is empty")
+            by_size.setdefault(len(views[index]), []).append(index)
+        results: dict[int, PutResult] = {}
+        for nbytes, indices in by_size.items():
+            some_keys, some_views = [keys[i] for i in indices], [views[i] for i in indices]
+            part = nbytes if part_nbytes is None else min(part_nbytes, nbytes)
+            if self._home is not None:
+                answers = self._put_home(self._home, some_keys, some_views, part)
+            else:
+                answers = self._put_elsewhere(some_keys, some_views, part, deadline)
+            results.update(zip(indices, answers, strict=True))
+        return [_repeated(results[first[key]], index != first[key]) for index, key in enumerate(keys)]
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The objects, None where there is none to be had. Raises InvalidError for malformed keys."""
+        found: dict[int, bytearray] = {}
+
+        def place(index: int, nbytes: int) -> memoryview:
+            found[index] = bytearray(nbytes)
+            return memoryview(found[index])
+
+        done = self._fetch(keys, place)
+        return [bytes(found[index]) if ok else None for index, ok in enumerate(done)]
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[object]) -> list[bool]:
+        """`get` into `buffers`, each as large as its object. After a miss a buffer's contents are undefined.
+
+        Raises InvalidError for malformed arguments and for a buffer of another size than its object.
+        """
+        views = all_as_bytes(keys, buffers, writable=True)
+
+        def place(index: int, nbytes: int) -> memoryview:
+            if len(views[index]) != nbytes:
+                raise InvalidError(
+                    f"buffer {index} has {len(views[index])} bytes, object {keys[index].hex()} {nbytes}"
+                )
+            return views[index]
+
+        return self._fetch(keys, place)
+
+    def exists(self, keys: Sequence[bytes], fresh: bool = False) -> list[bool]:
+        """Whether some node holds each key. Asking is not a use: it neither pins nor refreshes anything.
+
+        Answered from the replica of the directory, which lags by a few ms (own puts and removes count at
+        once); `fresh` asks every node, and counts one that does not answer as holding nothing.
+        """
+        check_keys(keys)
+        here = self._home.exists(keys) if self._home is not None else [False] * len(keys)
+        if fresh:
+            return _either(here, self._ask_all("exists", keys))
+        return _either(here, self._locator.held(keys, but=self._home_name))
+
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove keys from every node that can be reached; False for those that none held."""
+        check_keys(keys)
+        here = self._home.remove(keys) if self._home is not None else [False] * len(keys)
+        elsewhere = self._ask_all("remove", keys)
+        for key, some in zip(keys, self._locator.holders(keys), strict=True):
+            for info in some:
+                self._locator.note(key, info.name, present=False)
+        return _either(here, elsewhere)
+
+    def lease(self, keys: Sequence[bytes], node_name: str) -> RemoteLease:
+        """Hold objects on another node while they are read, range by range.
+
+        Raises NotFoundError for an unknown node, StaleError for one that restarted, UnavailableError or
+        DeadlineError for one that does not answer.
+        """
+        check_keys(keys)
+        info = self.replica.node(node_name)
+        if info is None:
+            raise NotFoundError(f"no store node {node_name!r} in the directory")
+        return self._lease(info, keys, min(self._timeout_seconds, _NODE_SECONDS))
+
+    def counters(self) -> dict[str, int]:
+        """Objects got from `home` and `remote`, `missed`, `stale` (listed, but gone) or `corrupt`, so far."""
+        with self._counter_lock:
+            return {name: self._counters[name] for name in ("home", "remote", "missed", "stale", "corrupt")}
+
+    def close(self) -> None:
+        """Join all threads and close all connections. The home node and the engine are the caller's."""
+        self.replica.close()
+        self._peers.close()
+        self._copier.close()
+        self._locator.close()
+
+    def _fetch(self, keys: Sequence[bytes], place: Callable[[int, int], memoryview]) -> list[bool]:
+        """Get each object into `place(index, nbytes)`: from home, else from one holder after the other."""
+        deadline = time.monotonic() + self._timeout_seconds
+        check_keys(keys)
+        done = [False] * len(keys)
+        if self._home is not None:
+            with self._home.lease(keys) as lease:
+                held = [index for index, here in enumerate(lease.held) if here]
+                views = [lease.view(index) for index in held]
+                self._copier.copy([(place(i, len(v)), v) for i, v in zip(held, views, strict=True)])
+                for index in held:
+                    done[index] = True
+        self._count(home=sum(done))
+        missing = [index for index, ok in enumerate(done) if not ok]
+        places = self._locator.holders([keys[index] for index in missing]) if missing else []
+        holders = {index: iter(some) for index, some in zip(missing, places, strict=True)}
+        while missing and time.monotonic() < deadline:
+            work = self._next_holders(holders)
+            for indices, right in self._peers.each(
+                work, lambda n, i: self._read(n, i, keys, place, deadline)
+            ):
+                for index, ok in zip(indices, right or [False] * len(indices), strict=True):
+                    done[index] = ok
+                    if ok:
+                        del holders[index]
+            missing = list(holders)
+            if not work:
+                break
+        self._count(remote=sum(done) - (len(done) - len(places)), missed=len(done) - sum(done))
+        return done
+
+    def _next_holders(self, holders: dict[int, Iterator[NodeInfo]]) -> list[tuple[NodeInfo, list[int]]]:
+        """The next node to ask for each item, grouped; nodes that just failed to answer are passed over."""
+        infos: dict[str, NodeInfo] = {}
+        groups: dict[str, list[int]] = {}
+        for index, some in holders.items():
+            for info in some:
+                if info.name != self._home_name and not self._peers.is_suspect(info.name):
+                    infos[info.name] = info
+                    groups.setdefault(info.name, []).append(index)
+                    break
+        return [(infos[name], indices) for name, indices in groups.items()]
+
+    def _read(
+        self,
+        info: NodeInfo,
+        indices: list[int],
+        keys: Sequence[bytes],
+        place: Callable[[int, int], memoryview],
+        deadline: float,
+    ) -> list[bool]:
+        """Lease the items `indices` on one node and read those that are there."""
+        done = [False] * len(indices)
+        with self._lease(
+            info, [keys[i] for i in indices], min(_NODE_SECONDS, deadline - time.monotonic())
+        ) as lease:
+            by_size: dict[int, list[int]] = {}
+            for item, held in enumerate(lease.held):
+                if held:
+                    by_size.setdefault(lease.nbytes(item), []).append(item)
+                else:
+                    self._locator.note(keys[indices[item]], info.name, present=False, firm=False)
+            self._count(stale=lease.held.count(False))
+            for nbytes, items in by_size.items():
+                buffers = [place(indices[item], nbytes) for item in items]
+                right = lease.try_read(items, 0, nbytes, buffers, deadline - time.monotonic())
+                for item, ok in zip(items, right, strict=True):
+                    done[item] = ok
+        return done
+
+    def _lease(self, info: NodeInfo, keys: Sequence[bytes], timeout_seconds: float) -> RemoteLease:
+        return RemoteLease(
+            info,
+            keys,
+            stub=self._peers.stub(info),
+            engine=self._engine,
+            timeout_seconds=timeout_seconds,
+            on_corrupt=self._report_corrupt,
+        )
+
+    def _report_corrupt(self, info: NodeInfo, keys: list[bytes]) -> None:
+        """Let the owner look at its bytes; if they are damaged, or it is silent, forget that it holds them."""
+        self._count(corrupt=len(keys))
+        intact: list[bool] = []
+        try:
+            for start in range(0, len(keys), MAX_BATCH_KEYS):
+                some = keys[start : start + MAX_BATCH_KEYS]
+                intact += self._peers.stub(info).check(NodeKeys(info.epoch, some)).flags
+        except StoreError:
+            intact += [False] * (len(keys) - len(intact))
+        for key, ok in zip(keys, intact, strict=True):
+            if not ok:
+                self._locator.note(key, info.name, present=False, firm=False)
+
+    def _put_home(
+        self, home: Node, keys: list[bytes], views: list[memoryview], part_nbytes: int
+    ) -> list[PutResult]:
+        with home.reserve(keys, len(views[0]), part_nbytes) as reservation:
+            accepted = [index for index, yes in enumerate(reservation.accepted) if yes]
+            pairs = [(reservation.buffer(index), views[index]) for index in accepted]
+            for index, crcs in zip(accepted, self._copier.copy_parts(pairs, part_nbytes), strict=True):
+                reservation.commit(index, crcs)
+            return [reason or "stored" for reason in reservation.reasons]
+
+    def _put_elsewhere(
+        self, keys: list[bytes], views: list[memoryview], part_nbytes: int, deadline: float
+    ) -> list[PutResult]:
+        """Each object where it is said to be, else where most room is; what failed there, on the next node."""
+        results: list[PutResult] = ["failed"] * len(keys)
+        nodes = [info for info in self._locator.nodes_by_room() if not self._peers.is_suspect(info.name)]
+        holders = self._locator.holders(keys)
+        for attempt, roomiest in enumerate(nodes[:_MAX_PUT_NODES]):
+            left = [
+                index for index, result in enumerate(results) if result in ("failed", "no_room", "too_large")
+            ]
+            if not left or time.monotonic() >= deadline:
+                break
+            infos: dict[str, NodeInfo] = {}
+            groups: dict[str, list[int]] = {}
+            for index in left:
+                info = holders[index][0] if holders[index] and not attempt else roomiest
+                infos[info.name] = info
+                groups.setdefault(info.name, []).append(index)
+
+            def store(info: NodeInfo, indices: list[int]) -> list[PutResult]:
+                return self._put_on(
+                    info, [keys[i] for i in indices], [views[i] for i in indices], part_nbytes, deadline
+                )
+
+            for indices, answers in self._peers.each(
+                [(infos[name], some) for name, some in groups.items()], store
+            ):
+                for index, answer in zip(indices, answers or [], strict=bool(answers)):
+                    results[index] = answer
+        return results
+
+    def _put_on(
+        self, info: NodeInfo, keys: list[bytes], views: list[memoryview], part_nbytes: int, deadline: float
+    ) -> list[PutResult]:
+        results: list[PutResult] = []
+        for start in range(0, len(keys), MAX_BATCH_KEYS):
+            some = slice(start, start + MAX_BATCH_KEYS)
+            results += put_on(
+                info,
+                keys[some],
+                views[some],
+                part_nbytes,
+                stub=self._peers.stub(info),
+                engine=self._engine,
+                deadline=deadline,
+            )
+        for key, result in zip(keys, results, strict=True):
+            if result in ("stored", "present"):
+                self._locator.note(key, info.name, present=True)
+        return results
+
+    def _ask_all(self, call: str, keys: Sequence[bytes]) -> list[bool]:
+        """Whether any node but home answers True to `exists` or `remove`."""
+        answer = [False] * len(keys)
+        batches = [
+            list(keys[start : start + MAX_BATCH_KEYS]) for start in range(0, len(keys), MAX_BATCH_KEYS)
+        ]
+
+        def ask(info: NodeInfo, _: list[int]) -> list[bool]:
+            stub = self._peers.stub(info)
+            return [
+                flag for some in batches for flag in getattr(stub, call)(NodeKeys(info.epoch, some)).flags
+            ]
+
+        nodes = [info for info in self._locator.nodes() if info.name != self._home_name]
+        for _, flags in self._peers.each([(info, []) for info in nodes], ask):
+            if flags is not None:
+                answer = _either(answer, flags)
+        return answer
+
+    def _count(self, **amounts: int) -> None:
+        with self._counter_lock:
+            self._counters.update(amounts)
+
+
+def _repeated(result: PutResult, again: bool) -> PutResult:
+    """A key that comes twice in a batch is stored once."""
+    return "present" if again and result == "stored" else result
+
+
+def _either(one: list[bool], other: list[bool]) -> list[bool]:
+    return [a or b for a, b in zip(one, other, strict=True)]

@@ -1,0 +1,139 @@
+"""Prefix match over all store nodes at once (Algorithm 1, FindBestPrefixMatch): key → bitmask of nodes.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class PrefixMatch(NamedTuple):
+    """The first `num_blocks` keys of a chain are all held by `node`."""
+
+    node: str
+    num_blocks: int
+
+
+class PrefixIndex:
+    """Who holds which key. Not thread-safe.
+
+    Keys are chained (a key names its block and everything before it), so only leading runs count: a node that
+    holds blocks 0, 1 and 3 matches 2.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[bytes, int] = {}
+        self._bits: dict[str, int] = {}
+        self._names: list[str] = []  # by bit; "" where it is free
+        self._held: dict[str, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        """Number of distinct keys."""
+        return len(self._masks)
+
+    @property
+    def nodes(self) -> list[str]:
+        return list(self._bits)
+
+    def bit(self, node: str) -> int:
+        """The node's bit number, given at first sight; when it is forgotten, another may get it."""
+        bit = self._bits.get(node)
+        if bit is None:
+            if "" in self._names:
+                bit = self._names.index("")
+                self._names[bit] = node
+            else:
+                bit = len(self._names)
+                self._names.append(node)
+            self._bits[node] = bit
+            self._held[node] = set()
+        return bit
+
+    def add(self, node: str, keys: Iterable[bytes]) -> None:
+        """`node` holds `keys`."""
+        mask = 1 << self.bit(node)
+        masks, held = self._masks, self._held[node]
+        for key in keys:
+            masks[key] = masks.get(key, 0) | mask
+            held.add(key)
+
+    def remove(self, node: str, keys: Iterable[bytes]) -> None:
+        """`node` no longer holds `keys`; those it never held are no error."""
+        if node not in self._bits:
+            return
+        held = self._held[node]
+        self._clear(self._bits[node], held.intersection(keys), held)
+
+    def forget(self, node: str) -> None:
+        """`node` is gone, with all it held."""
+        bit = self._bits.pop(node, None)
+        if bit is None:
+            return
+        self._names[bit] = ""
+        held = self._held.pop(node)
+        self._clear(bit, tuple(held), held)
+
+    def keys(self, node: str) -> set[bytes]:
+        """What `node` holds (a copy)."""
+        return set(self._held.get(node, ()))
+
+    def holds(self, node: str, key: bytes) -> bool:
+        """Whether `node` holds `key`."""
+        return key in self._held.get(node, ())
+
+    def num_keys(self, node: str) -> int:
+        return len(self._held.get(node, ()))
+
+    def holders(self, key: bytes) -> list[str]:
+        """The nodes that hold `key`."""
+        return self._nodes_of(self._masks.get(key, 0))
+
+    def runs(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """`(length, mask)`: the nodes with these bits hold exactly the first `length` keys; shortest first.
+
+        Walks the chain once, for all nodes at a time, no further than the longest run.
+        """
+        get = self._masks.get
+        runs: list[tuple[int, int]] = []
+        alive, length = -1, 0
+        for key in keys:
+            both = alive & get(key, 0)
+            if both != alive:
+                if length:
+                    runs.append((length, alive & ~both))
+                if not both:
+                    return runs
+                alive = both
+            length += 1
+        if length:
+            runs.append((length, alive))
+        return runs
+
+    def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """The length of the leading run of every node that holds `keys[0]`; shortest first."""
+        return {node: length for length, mask in self.runs(keys) for node in self._nodes_of(mask)}
+
+    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
+        """`lengths` as records."""
+        return [PrefixMatch(node, length) for node, length in self.lengths(keys).items()]
+
+    def _nodes_of(self, mask: int) -> list[str]:
+        names, nodes = self._names, []
+        while mask:  # from the top: the mask gets shorter, which matters for a thousand nodes
+            bit = mask.bit_length() - 1
+            nodes.append(names[bit])
+            mask ^= 1 << bit
+        nodes.reverse()
+        return nodes
+
+    def _clear(self, bit: int, keys: Iterable[bytes], held: set[bytes]) -> None:
+        masks, others = self._masks, ~(1 << bit)
+        for key in keys:
+            held.discard(key)
+            left = masks[key] & others
+            if left:
+                masks[key] = left
+            else:
+                del masks[key]

@@ -1,0 +1,92 @@
+"""Prefix match: against a dictionary of sets, by random histories, and at size."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.directory.index import PrefixIndex, PrefixMatch
+
+CHAIN = [number.to_bytes(16, "big") for number in range(8)]
+
+
+def test_only_leading_runs_count():
+    index = PrefixIndex()
+    index.add("a", CHAIN[:3])
+    index.add("b", [CHAIN[0], CHAIN[1], CHAIN[3]])
+    index.add("c", CHAIN[1:])
+    assert sorted(index.match(CHAIN)) == [PrefixMatch("a", 3), PrefixMatch("b", 2)]
+    assert sorted(index.match(CHAIN[:1])) == [PrefixMatch("a", 1), PrefixMatch("b", 1)]
+    assert index.match([]) == []
+    assert index.runs(CHAIN) == [(2, 0b010), (3, 0b001)]
+
+
+def test_bits_are_stable_and_given_again():
+    index = PrefixIndex()
+    assert [index.bit(name) for name in ("a", "b", "c", "b")] == [0, 1, 2, 1]
+    index.add("b", CHAIN[:2])
+    index.forget("b")
+    assert index.match(CHAIN) == []
+    assert index.bit("d") == 1
+    index.add("d", CHAIN[:1])
+    assert index.match(CHAIN) == [PrefixMatch("d", 1)]
+
+
+def test_removing_what_was_never_held_is_no_error():
+    index = PrefixIndex()
+    index.remove("nobody", CHAIN)
+    index.add("a", CHAIN[:1])
+    index.remove("a", CHAIN)
+    index.forget("nobody")
+    assert len(index) == 0
+    assert index.nodes == ["a"]
+
+
+NODES = ("a", "b", "c")
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("add", "remove", "forget")), st.sampled_from(NODES), st.sets(st.sampled_from(CHAIN))
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_agrees_with_plain_sets(steps: list[tuple[str, str, set[bytes]]]):
+    index, model = PrefixIndex(), {name: set() for name in NODES}
+    for action, name, some in steps:
+        if action == "add":
+            index.add(name, some)
+            model[name] |= some
+        elif action == "remove":
+            index.remove(name, some)
+            model[name] -= some
+        else:
+            index.forget(name)
+            model[name] = set()
+    expected = {}
+    for name, held in model.items():
+        length = 0
+        while length < len(CHAIN) and CHAIN[length] in held:
+            length += 1
+        if length:
+            expected[name] = length
+    assert dict(index.match(CHAIN)) == expected
+    for name, held in model.items():
+        assert index.keys(name) == held
+        assert index.num_keys(name) == len(held)
+    for key in CHAIN:
+        assert set(index.holders(key)) == {name for name, held in model.items() if key in held}
+    assert len(index) == len(set().union(*model.values()))
+
+
+def test_many_nodes():
+    index = PrefixIndex()
+    rng = random.Random(1)
+    chain = [rng.randbytes(16) for _ in range(100)]
+    for number in range(200):
+        index.add(f"n{number}", chain[: number // 2])
+    assert dict(index.match(chain)) == {f"n{number}": number // 2 for number in range(2, 200)}
