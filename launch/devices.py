@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 from typing import Any
 
 import jax
 
 _MOST_CPU_DEVICES = 8
+log = logging.getLogger(__name__)
 
 
 def cpu_devices(num_cores: int) -> int:
@@ -21,11 +22,16 @@ def cpu_devices(num_cores: int) -> int:
 
 
 def compute_devices() -> list[Any]:
-    """All cores that this process may use, as devices, on the CPU; else the first accelerator.
+    """All cores that this process may use, as `jax.Device`s, on the CPU; else the first accelerator.
 
-    The first call of a process decides, if nothing has used JAX before.
+    Call it before anything computes: JAX makes its devices once. Too late, it takes those that are there and says so.
     """
-    with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices it has
-        jax.config.update("jax_num_cpu_devices", cpu_devices(len(os.sched_getaffinity(0))))
+    wanted = cpu_devices(len(os.sched_getaffinity(0)))
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError:
+        log.warning(
+            "JAX runs already: it computes on %d devices, not on %d", jax.local_device_count(), wanted
+        )
     devices = jax.local_devices()
     return devices if jax.default_backend() == "cpu" else devices[:1]

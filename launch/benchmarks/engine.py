@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,7 @@ def vllm_decode_seconds(vllm: VllmPeer, batch: int, context: int) -> float:
 
 def run(options: Options) -> list[Row]:
     rows: list[Row] = []
+    devices = compute_devices()
     keep_compiled_programs(default_compile_cache())
     options = dataclasses.replace(options, model=options.model or str(smollm2_checkpoint("bfloat16")))
     with ExitStack() as stack:
@@ -102,7 +104,7 @@ def run(options: Options) -> list[Row]:
             LlamaCppPeer(options.peers) if options.peers and LlamaCppPeer.installed(options.peers) else None
         )
         if any(map(options.wants, _step_names())):
-            rows += _step_rows(options, vllm, llama)
+            rows += _step_rows(options, devices, vllm, llama)
         rows += served_rows(options, vllm)
     return rows
 
@@ -115,10 +117,11 @@ def _step_names() -> list[str]:
     )
 
 
-def _step_rows(options: Options, vllm: VllmPeer | None, llama: LlamaCppPeer | None) -> list[Row]:
+def _step_rows(
+    options: Options, devices: list[Any], vllm: VllmPeer | None, llama: LlamaCppPeer | None
+) -> list[Row]:
     rows: list[Row] = []
     model = load(options.model, "bfloat16")
-    devices = compute_devices()
     common = {"dtype": "bfloat16", "max_tokens": model.cfg.max_position, "fingerprint": model.fingerprint}
     prefill = JaxPrefillEngine(model.cfg, model.params, num_slots=1, devices=devices, **common)
     prefill.warm_up()
