@@ -34,6 +34,7 @@ BATCHES = (1, 8, 32)
 LONG_CONTEXT_BATCHES = (8, 32)
 CONTEXT, LONG_CONTEXT = 128, 2048
 NUM_STEPS = 64
+TURN_SECONDS = 2.0
 RNG = np.random.default_rng(20)
 
 
@@ -130,7 +131,17 @@ def _step_rows(
 
     def add(name: str, ours: Callable[[], float], peer: Callable[[], float] | None, peer_name: str) -> None:
         if options.wants(name.split("@")[0]):
-            rows.append(measure(name, "tok/s", "higher", ours, peer, peer_name, rounds=options.rounds))
+            row = measure(
+                name,
+                "tok/s",
+                "higher",
+                ours,
+                peer,
+                peer_name,
+                rounds=options.rounds,
+                turn_seconds=TURN_SECONDS,
+            )
+            rows.append(row)
 
     for n in PROMPTS:
         ours = lambda n=n: n / prefill_seconds(prefill, n)  # noqa: E731

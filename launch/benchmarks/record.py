@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -134,14 +135,27 @@ def measure(
     peer_name: str | None = None,
     *,
     rounds: int,
+    turn_seconds: float = 0.0,
 ) -> Row:
-    """Alternate ours and the peer for `rounds` rounds, after one unmeasured round that warms both."""
+    """Alternate ours and the peer for `rounds` rounds, after one unmeasured round that warms both.
+
+    A run shorter than `turn_seconds` is repeated for so long, and the last one counts: the first finds the
+    caches full of what the other side needed.
+    """
     series = Series(name, unit, better)
     for index in tqdm(range(rounds + 1), desc=name, leave=False, file=sys.stderr, disable=None):
-        value, other = ours(), peer() if peer else None
+        value, other = _turn(ours, turn_seconds), _turn(peer, turn_seconds) if peer else None
         if index > 0:
             series.add(value, other)
     row = series.row(peer_name)
     compared = "" if row.ratio is None else f", {_figure(row.ratio)} of {peer_name}"
     tqdm.write(f"{row.name}: {_figure(row.ours)} {unit}{compared}", file=sys.stderr)
     return row
+
+
+def _turn(run: Callable[[], float], seconds: float) -> float:
+    end = time.perf_counter() + seconds
+    value = run()
+    while time.perf_counter() < end:
+        value = run()
+    return value

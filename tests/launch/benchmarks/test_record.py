@@ -34,3 +34,15 @@ def test_the_file_has_every_field_of_the_contract_null_where_absent(tmp_path):
     assert set(read) == {"suite", "machine", "rows"}
     assert [set(row) for row in read["rows"]] == [FIELDS]
     assert read["rows"][0]["peer"] is read["rows"][0]["ratio"] is read["rows"][0]["ceiling"] is None
+
+
+def test_a_short_run_is_repeated_and_the_last_one_counts():
+    calls = []
+
+    def run():
+        calls.append(1)
+        return float(len(calls))
+
+    row = measure("x", "s", "lower", run, rounds=1, turn_seconds=0.02)
+    assert len(calls) > 4
+    assert row.ours == len(calls)
