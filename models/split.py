@@ -10,6 +10,7 @@ every product's output columns, and its rows' attention; activations are whole o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,18 @@ import numpy as np
 from jax import lax
 
 AXIS = "devices"  # the mesh axis
+
+
+def fitting_devices(most: int, tiles: Sequence[int], params: Any) -> int:
+    """The most devices, `most` or a half, quarter … of it, over which all `tiles` and all shared `params` cut."""
+    widths = {
+        leaf.shape[0] // (2 if path[-1].key.startswith("gate_up") else 1)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if is_shared(path)
+    }
+    while most > 1 and (any(tile % (2 * most) for tile in tiles) or any(width % most for width in widths)):
+        most //= 2
+    return most
 
 
 def dealt(tile: int, num_devices: int) -> np.ndarray:

@@ -60,7 +60,7 @@ class JaxPrefillEngine:
     """`mooncake_jax.engine.contract.PrefillEngine` on JAX. Owned by one thread.
 
     `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). A tile is
-    split over `devices` (a power of two of them; None: the first one) as `models.split` says: every device
+    split over `devices` (None: the first one; as many of them as the model cuts into) as `models.split` says: every device
     has all weights and a cache of its own.
     """
 
@@ -90,10 +90,11 @@ class JaxPrefillEngine:
         self._cfg = cfg
         self._platform = platform or platforms.current()
         Z = cfg.block_tokens
-        self._mesh = EngineMesh(devices)
-        n = self._mesh.num_devices
         self.tile_tokens = -(-min(self._platform.tile_tokens, max_tokens) // Z) * Z
         self._tiles = buckets(min(_SMALLEST_TILE, self.tile_tokens), self.tile_tokens)
+        devices = list(devices or jax.local_devices()[:1])
+        n = split.fitting_devices(len(devices), self._tiles, params["layers"][0])
+        self._mesh = EngineMesh(devices[:n])
         self._orders = {tile: split.dealt(tile, 1 if self._by_columns(tile) else n) for tile in self._tiles}
         params = llama.prepare(cfg, params, dtype, self._platform)
         self._embedding = self._mesh.put(params["embed"])

@@ -13,13 +13,13 @@ from models import split
 
 
 class EngineMesh:
-    """`devices` as a mesh of one axis, `models.split.AXIS`; None: the first local device alone."""
+    """`devices` as a mesh of one axis, `models.split.AXIS`."""
 
     WHOLE = PartitionSpec()  # on every device
     PARTS = PartitionSpec(split.AXIS)  # the first axis in equal parts
 
-    def __init__(self, devices: Sequence[Any] | None) -> None:
-        self.mesh = Mesh(np.array(list(devices or jax.local_devices()[:1])), (split.AXIS,))
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self.mesh = Mesh(np.array(devices), (split.AXIS,))
         self.whole = NamedSharding(self.mesh, self.WHOLE)
         self.parts = NamedSharding(self.mesh, self.PARTS)
 

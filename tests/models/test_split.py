@@ -51,3 +51,12 @@ def test_shares_of_gate_up_hold_gate_and_up_of_the_same_columns():
 def test_a_weight_that_does_not_cut_is_refused():
     with pytest.raises(ValueError, match="qkv: 5 rows do not cut into 2"):
         split.share_columns([{"qkv": np.zeros((5, 2), np.float32)}], 2)
+
+
+@pytest.mark.parametrize(
+    ("most", "tiles", "rows", "expected"),
+    [(8, [16, 32], 64, 8), (8, [16, 24], 64, 4), (4, [16], 6, 2), (2, [16], 5, 1), (1, [3], 5, 1)],
+)
+def test_devices_are_as_many_as_tiles_and_weights_cut_into(most, tiles, rows, expected):
+    layer = {"qkv": np.zeros((rows, 2)), "gate_up": np.zeros((2 * rows, 2)), "attn_norm": np.zeros(3)}
+    assert split.fitting_devices(most, tiles, layer) == expected
