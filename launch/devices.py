@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
 
 _MOST_CPU_DEVICES = 8
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: quota and period in microseconds
 log = logging.getLogger(__name__)
 
 
@@ -21,12 +23,22 @@ def cpu_devices(num_cores: int) -> int:
     return min(_MOST_CPU_DEVICES, 1 << (max(1, num_cores).bit_length() - 1))
 
 
+def usable_cores() -> int:
+    """Cores that this process may keep busy: its affinity, or its container's quota where that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_MAX.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
 def compute_devices() -> list[Any]:
     """All cores that this process may use, as `jax.Device`s, on the CPU; else the first accelerator.
 
     Call it before anything computes: JAX makes its devices once. Too late, it takes those that are there and says so.
     """
-    wanted = cpu_devices(len(os.sched_getaffinity(0)))
+    wanted = cpu_devices(usable_cores())
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
     except RuntimeError:

@@ -112,7 +112,9 @@ def tile_attention(
         dtype = jnp.float32 if pages.dtype == jnp.float32 else jnp.bfloat16
         q = _scaled(queries).astype(dtype).reshape(T, K, N // K, H)
         pieces = [
-            _attend(q[row : row + rows], first + row % run, pages, slot, platform, run_pages)
+            _attend(
+                q[row : min(row + rows, begin + run)], first + row - begin, pages, slot, platform, run_pages
+            )
             for first, begin in zip(firsts, range(0, T, run), strict=True)
             for row in range(begin, begin + run, rows)
         ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
@@ -36,8 +36,11 @@ class Copier:
 
     def _each(self, call: Callable[[Pair], _T], pairs: Sequence[Pair]) -> list[_T]:
         small = len(pairs) < 2 or sum(len(to) for to, _ in pairs) <= _INLINE_NBYTES
-        results: Iterable[_T] = map(call, pairs) if small else self._pool.map(call, pairs)
-        return list(results)
+        if small:
+            return [call(pair) for pair in pairs]
+        copies = [self._pool.submit(call, pair) for pair in pairs]
+        wait(copies)  # also when one fails: nothing is written to after this returns
+        return [copy.result() for copy in copies]
 
 
 def _copy(pair: Pair) -> None:

@@ -139,7 +139,7 @@ def _step_rows(
                 peer,
                 peer_name,
                 rounds=options.rounds,
-                turn_seconds=TURN_SECONDS,
+                turn_seconds=0.0 if options.quick else TURN_SECONDS,
             )
             rows.append(row)
 

@@ -34,7 +34,15 @@ class Peer:
             text=True,
             start_new_session=True,  # with all the processes that it starts: they end together
         )
-        self._answer("start")
+        try:
+            self._answer("start")
+        except BaseException:
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def ask(self, **job: Any) -> dict[str, Any]:
         """Send one job and wait for its answer. Raises RuntimeError when the peer ended instead."""
@@ -159,14 +167,14 @@ class LlamaCppPeer:
     def installed(peers: Path | None) -> bool:
         return peers is not None and (peers / "smol-bf16.gguf").exists() and (peers / "llama").exists()
 
-    def tokens_per_second(self, *, prompt: int = 0, generate: int = 0, num_threads: int = 2) -> float:
+    def tokens_per_second(self, *, prompt: int = 0, generate: int = 0) -> float:
         """Tokens a second of a prompt of `prompt` tokens, or of generating `generate` tokens in batch 1."""
         command = [
             self._bin / "llama-bench",
             "-m",
             self._model,
             "-t",
-            str(num_threads),
+            str(len(os.sched_getaffinity(0))),
             "-r",
             "1",
             "-o",

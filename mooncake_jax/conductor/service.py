@@ -108,7 +108,8 @@ class ConductorService:
             raise UnavailableError("no instance has registered yet; start a prefill and a decode instance")
         root = root_key(pool.fingerprint, request.salt)
         keys = chain_keys(root, request.tokens, pool.format.block_tokens)  # 1: PrefixHash
-        held = self._prefixes.lengths(keys)
+        # a scored prompt is computed in full: prefill reuses nothing of it
+        held = {} if request.score_prompt else self._prefixes.lengths(keys)
         with self._lock:
             if self._conductor.instances.pool_fingerprint != pool.fingerprint:
                 raise UnavailableError(

@@ -92,11 +92,11 @@ class JaxPrefillEngine:
         Z = cfg.block_tokens
         self.tile_tokens = -(-min(self._platform.tile_tokens, max_tokens) // Z) * Z
         self._tiles = buckets(min(_SMALLEST_TILE, self.tile_tokens), self.tile_tokens)
+        params = llama.prepare(cfg, params, dtype, self._platform)
         devices = list(devices or jax.local_devices()[:1])
         n = split.fitting_devices(len(devices), self._tiles, params["layers"][0])
         self._mesh = EngineMesh(devices[:n])
         self._orders = {tile: split.dealt(tile, 1 if self._by_columns(tile) else n) for tile in self._tiles}
-        params = llama.prepare(cfg, params, dtype, self._platform)
         self._embedding = self._mesh.put(params["embed"])
         head = {name: params[name] for name in ("final_norm", "lm_head")}
         self._head_params = jax.device_put(head, self._mesh.mesh.devices[0])
@@ -104,15 +104,21 @@ class JaxPrefillEngine:
         layers = split.share_columns(params["layers"], n)
         groups = [layers[i : i + size] for i in range(0, cfg.num_layers, size)]
         self._layers = [jax.tree.map(self._mesh.put, group) for group in groups]
-        place = {EngineMesh.WHOLE: self._mesh.put, EngineMesh.PARTS: self._mesh.put_parts}
-        self._layer_shares = [  # in the memory of the whole weights, where its alignment allows
-            jax.tree.map(lambda weight, spec: place[spec](weight), group, _share_specs(group))
-            for group in groups
-        ]
+        self._layer_shares = self._layers
+        if any(
+            map(self._by_columns, self._tiles)
+        ):  # in the memory of the whole weights, where alignment allows
+            place = {EngineMesh.WHOLE: self._mesh.put, EngineMesh.PARTS: self._mesh.put_parts}
+            self._layer_shares = [
+                jax.tree.map(lambda weight, spec: place[spec](weight), group, _share_specs(group))
+                for group in groups
+            ]
         self._storage = self._platform.storage_dtype(dtype)
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
         runs = [self._platform.prefill_pages(cfg, self._rows_of_a_run(tile)) for tile in self._tiles]
         self._num_pages = max(-(-pages // run) * run for run in runs)  # attention reads whole runs of pages
+        pages_shape = cache.pages_shape(cfg, num_slots, self._num_pages)
+        self._empty = program(lambda: jnp.zeros(pages_shape, self._storage), out_shardings=self._mesh.whole)
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
         self._staging = [np.full(prefix_shape, 0, self.format.item_dtype) for _ in range(2)]  # touched
@@ -306,7 +312,7 @@ class JaxPrefillEngine:
 
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
         with self._guard():
-            host = np.asarray(blocks.addressable_data(0)).view(self.format.item_dtype)
+            host = np.asarray(jax.block_until_ready(blocks).addressable_data(0)).view(self.format.item_dtype)
         return GroupKV(group, start // self._cfg.block_tokens, host[: self.format.num_blocks(num_valid)])
 
     def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
@@ -348,15 +354,14 @@ class JaxPrefillEngine:
         """
         try:
             yield
-        except Exception:
+        except Exception as error:
             self._reset()
-            raise
+            raise RuntimeError(f"a step failed, and every slot is empty now: {error}") from error
 
     def _reset(self) -> None:
-        shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [self._mesh.put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
+            [self._empty() for _ in layers]  # memory of each device's own, touched
             for _ in range(self.format.num_groups)
         ]
         self._drawing.reset()

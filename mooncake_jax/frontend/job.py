@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from models.draw import MAX_BIASES
 from mooncake_jax.frontend.errors import invalid
 from mooncake_jax.frontend.schema import ChatBody, CompletionBody, Options
 from mooncake_jax.request import Bias, Request, Sampling
 
-MAX_SCORED = 400_000  # entries of log probabilities of one prompt: tokens times (most likely ones + 1)
+MAX_SCORED = (
+    400_000  # log probabilities that a request's echoes tell: answers times tokens times (most likely + 1)
+)
 _FORBIDDEN = -1e30  # a bias that no logit outweighs
 
 
@@ -110,7 +113,7 @@ def build_job(
         check_vocabulary(prompt.tokens, limits.vocab_size, "prompt" if len(prompts) == 1 else f"prompt[{i}]")
     score = echo and num_logprobs is not None
     if score:
-        _check_scored(prompts, num_logprobs or 0, limits)
+        _check_scored(prompts, body.num_choices, num_logprobs or 0, limits)
     job_id = f"{id_prefix}-{secrets.token_hex(12)}"
     seed = secrets.randbits(32) if body.seed is None else body.seed
     stop_ids = () if body.ignore_eos else limits.eos_ids
@@ -171,19 +174,23 @@ def _biases(body: Options, stop_ids: Sequence[int], vocab_size: int) -> list[Bia
         biases.append(Bias(int(key), amount))
     if body.min_tokens:
         biases += [Bias(token, _FORBIDDEN, body.min_tokens) for token in stop_ids]
+    if len(biases) > MAX_BIASES:
+        message = f"logit_bias and min_tokens change the logits of {len(biases)} tokens: at most {MAX_BIASES}"
+        raise invalid(message, "logit_bias", "conflicting_fields")
     return biases
 
 
-def _check_scored(prompts: Sequence[Prompt], num_top: int, limits: Limits) -> None:
+def _check_scored(prompts: Sequence[Prompt], num_answers: int, num_top: int, limits: Limits) -> None:
+    echoed = num_answers * sum(len(prompt.tokens) for prompt in prompts)
+    if echoed * (num_top + 1) > MAX_SCORED:
+        raise invalid(
+            f"{echoed} prompt tokens in all answers, with logprobs={num_top}: echo tells at most {MAX_SCORED} log"
+            " probabilities; send fewer or shorter prompts, or a smaller n or logprobs",
+            "logprobs",
+            "conflicting_fields",
+        )
     for prompt in prompts:
         num_tokens = len(prompt.tokens)
-        if num_tokens * (num_top + 1) > MAX_SCORED:
-            raise invalid(
-                f"{num_tokens} prompt tokens with logprobs={num_top}: echo tells at most {MAX_SCORED} log"
-                " probabilities; send a shorter prompt or a smaller logprobs",
-                "logprobs",
-                "conflicting_fields",
-            )
         if num_tokens >= limits.max_tokens:
             raise invalid(
                 f"the context is {limits.max_tokens} tokens, and the prompt has {num_tokens}: to tell its log"

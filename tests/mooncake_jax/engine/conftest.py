@@ -55,9 +55,9 @@ def build(dtype: str, params: llama.Params, decode_slots: int, num_devices: int)
 
 @pytest.fixture(scope="session")
 def pair() -> Pair:
-    return build("float32", llama.init_params(preset("tiny"), 0, "float32"), decode_slots=3, num_devices=2)
+    return build("float32", llama.init_params(preset("tiny"), 0, "float32"), decode_slots=3, num_devices=4)
 
 
 @pytest.fixture(scope="session")
 def bf16_pair() -> Pair:
-    return build("bfloat16", llama.init_params(preset("tiny"), 0, "bfloat16"), decode_slots=1, num_devices=1)
+    return build("bfloat16", llama.init_params(preset("tiny"), 0, "bfloat16"), decode_slots=1, num_devices=2)

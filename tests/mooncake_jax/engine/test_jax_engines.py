@@ -280,3 +280,10 @@ def test_bfloat16_stays_close_to_its_float32_reference(bf16_pair):
     for i in range(60, 75):
         tokens, logprobs, *_ = bf16_pair.decode.generate(rows(bf16_pair.decode, slot0=(PROMPT[i], i)))
         assert abs(logprobs[0] - dense[i][tokens[0]]) < 0.1
+
+
+def test_every_device_has_a_cache_of_its_own(pair):
+    for group in pair.prefill._cache:
+        for pages in group:
+            places = {shard.data.unsafe_buffer_pointer() for shard in pages.addressable_shards}
+            assert len(places) == 4
