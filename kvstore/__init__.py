@@ -2,7 +2,7 @@
 
 from kvstore.block import BlockFormat, chain_keys, root_key
 from kvstore.client import Client, PutResult, RemoteLease
-from kvstore.directory import Directory, DirectoryReplica, PrefixIndex, PrefixMatch, ReplicaListener
+from kvstore.directory import Directory, DirectoryReplica, PrefixIndex, ReplicaListener
 from kvstore.node import Lease, Node, NodeConfig, Reservation
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Node",
     "NodeConfig",
     "PrefixIndex",
-    "PrefixMatch",
     "PutResult",
     "RemoteLease",
     "ReplicaListener",

@@ -34,6 +34,12 @@ class Param:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     gain: float | None = None  # normal with std gain / sqrt(fan in); None: ones
+    fused: int = 1  # equal matrices that stand one after the other in its rows and are used side by side
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether its rows are output columns of a product; else it is a norm."""
+        return self.axes[0] is not None
 
 
 def param_table(cfg: LlamaConfig) -> Params:
@@ -49,11 +55,15 @@ def param_table(cfg: LlamaConfig) -> Params:
         "qkv": Param((heads + 2 * kv_heads, cfg.d_model), ("heads", "embed"), gain=1.0),
         "out": Param((cfg.d_model, heads), ("embed", "heads"), gain=1.5),
         "mlp_norm": Param((cfg.d_model,), (None,)),
-        "gate_up": Param((2 * cfg.d_ff, cfg.d_model), ("mlp", "embed"), gain=1.0),
+        "gate_up": Param((2 * cfg.d_ff, cfg.d_model), ("mlp", "embed"), gain=1.0, fused=2),
         "down": Param((cfg.d_model, cfg.d_ff), ("embed", "mlp"), gain=1.0),
     }
     biased = ("qkv", "out") * cfg.attention_bias + ("gate_up", "down") * cfg.mlp_bias
-    layer |= {f"{name}_bias": Param(layer[name].shape[:1], layer[name].axes[:1], gain=3.0) for name in biased}
+    layer |= {
+        f"{name}_bias": Param(matrix.shape[:1], matrix.axes[:1], gain=3.0, fused=matrix.fused)
+        for name, matrix in layer.items()
+        if name in biased
+    }
     table: Params = {
         "embed": Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=3.0),
         "layers": [dict(layer) for _ in range(cfg.num_layers)],
@@ -119,7 +129,7 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
 def prefill_group(
     cfg: LlamaConfig,
     platform: Platform,
-    num_devices: int,
+    how: split.Split,
     layers: list[Params],
     x: jax.Array,
     group: list[Pages],
@@ -129,56 +139,24 @@ def prefill_group(
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
     """One layer group over a tile of one slot, at positions start …, of which `num_valid` rows count.
 
-    `x` `[T/n, D]` are this device's rows as `split.dealt` has them, n = `num_devices`; above one, this runs
-    inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the whole
-    tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a multiple
-    of Z, and the cache has room for M pages there.
+    `x` `[rows, D]` and `layers` are what `how` gives this device of the tile and the weights; above one device
+    this runs inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the
+    whole tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a
+    multiple of Z, and the cache has room for M pages there.
     """
-    firsts = [start + offset for offset in split.first_offsets(x.shape[0], num_devices)]
-    run = jnp.arange(x.shape[0] // len(firsts), dtype=jnp.int32)
-    cos, sin = rope.rotation(cfg, jnp.concatenate([first + run for first in firsts]))
-    run_pages = platform.prefill_pages(cfg, x.shape[0] // len(firsts))
-    layout = _Layout(cfg, platform, order=num_devices)
+    cos, sin = rope.rotation(cfg, start + how.offsets(x.shape[0]))
+    firsts = [start + first for first in how.firsts(x.shape[0])]
+    layout = _Layout(cfg, platform, how.shares, how.order)
     group, blocks = list(group), []
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
             q, k, v = _project(layout, layer, x, cos, sin)
-            both = split.gather_rows(_stored(k, v, group[i]), num_devices)
-            blocks.append(cache.to_pages(cfg, both, num_valid))
+            tile = how.gather_tile(_stored(k, v, group[i]))
+            blocks.append(cache.to_pages(cfg, tile, num_valid))
             group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
-            mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages)
-            x = _finish_layer(layout, layer, x, mixed.reshape(x.shape[0], -1))
-    return x, group, jnp.stack(blocks, axis=1)
-
-
-def prefill_group_by_columns(
-    cfg: LlamaConfig,
-    platform: Platform,
-    num_devices: int,
-    layers: list[Params],
-    x: jax.Array,
-    group: list[Pages],
-    slot: jax.Array,
-    start: jax.Array,
-    num_valid: jax.Array,
-) -> tuple[jax.Array, list[Pages], jax.Array]:
-    """`prefill_group` for a tile of few rows: `x` is the whole tile `[T, D]`, `layers` this device's shares
-    (`split.share_columns`)."""
-    T = x.shape[0]
-    cos, sin = rope.rotation(cfg, start + jnp.arange(T, dtype=jnp.int32))
-    rows = T // num_devices
-    first = lax.axis_index(split.AXIS).astype(jnp.int32) * rows
-    run_pages = platform.prefill_pages(cfg, rows)
-    layout = _Layout(cfg, platform, shares=num_devices)
-    group, blocks = list(group), []
-    for i, layer in enumerate(layers):
-        with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(layout, layer, x, cos, sin)
-            blocks.append(cache.to_pages(cfg, _stored(k, v, group[i]), num_valid))
-            group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
-            own = lax.dynamic_slice_in_dim(q, first, rows)
-            mixed = attention.tile_attention(own, [start + first], group[i], slot, platform, run_pages)
-            mixed = lax.all_gather(mixed.reshape(rows, -1), split.AXIS, tiled=True)
+            own, run_pages = how.attended(q), platform.prefill_pages(cfg, how.run_rows(tile.shape[0]))
+            mixed = attention.tile_attention(own, firsts, group[i], slot, platform, run_pages)
+            mixed = how.gather_attended(mixed.reshape(own.shape[0], -1))
             x = _finish_layer(layout, layer, x, mixed)
     return x, group, jnp.stack(blocks, axis=1)
 

@@ -1,16 +1,14 @@
-"""How a step is split over devices that compute side by side, inside a `shard_map` over `AXIS`.
+"""How a prefill step is split over devices that compute side by side, inside a `shard_map` over `AXIS`.
 
-Many rows (a prefill tile): each device takes rows. Causal attention makes later rows dearer, so a tile is cut
-into 2n chunks and device d of n takes chunks d and 2n-1-d: every device has the same work. Weights are whole on
-every device, and only new keys and values cross, once a layer.
-
-Few rows (the last tokens of a cached prompt): reading the weights is what costs, so each device takes a share of
-every product's output columns, and its rows' attention; activations are whole on every device.
+`ByRows`, for tiles of many rows: each device takes rows, and has all weights. `ByColumns`, for few rows (the last
+tokens of a cached prompt), where reading weights is what costs: each device takes a share of every product's
+output columns. Either way each computes the attention of its rows, and has a whole cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,79 +19,140 @@ from jax import lax
 AXIS = "devices"  # the mesh axis
 
 
-def fitting_devices(most: int, tiles: Sequence[int], params: Any) -> int:
-    """The most devices, `most` or a half, quarter … of it, over which all `tiles` and all shared `params` cut."""
-    widths = {
-        leaf.shape[0] // (2 if path[-1].key.startswith("gate_up") else 1)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if is_shared(path)
-    }
+@dataclass(frozen=True)
+class ByRows:
+    """Causal attention makes later rows dearer, so a tile is cut into 2n chunks and device d of n takes chunks d and
+    2n-1-d: every device has the same work. New keys and values cross, once a layer."""
+
+    num_devices: int
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the columns of a weight are cut; a device has one."""
+        return 1
+
+    @property
+    def order(self) -> int:
+        """The number of shares in whose order the rows of a weight lie (`share_columns`)."""
+        return self.num_devices
+
+    def dealt(self, tile: int) -> np.ndarray:
+        """Which offset of the tile each row of `x` holds, all devices' one after the other, `[T]`.
+
+        Raises ValueError for a tile that does not cut into 2n equal chunks.
+        """
+        n = self.num_devices
+        if n == 1:
+            return np.arange(tile, dtype=np.int32)
+        if tile % (2 * n):
+            raise ValueError(f"a tile of {tile} tokens does not cut into {2 * n} equal chunks")
+        chunks = np.arange(tile, dtype=np.int32).reshape(2 * n, -1)
+        return np.concatenate([chunks[chunk] for d in range(n) for chunk in (d, 2 * n - 1 - d)])
+
+    def run_rows(self, tile: int) -> int:
+        """How many of the rows whose attention a device computes follow one another."""
+        return tile if self.num_devices == 1 else tile // (2 * self.num_devices)
+
+    def firsts(self, num_rows: int) -> list[jax.Array]:
+        """Offsets in the tile at which the runs of these rows begin. `num_rows`: of this device's `x`."""
+        if self.num_devices == 1:
+            return [jnp.zeros((), jnp.int32)]
+        device, chunk = lax.axis_index(AXIS).astype(jnp.int32), num_rows // 2
+        return [device * chunk, (2 * self.num_devices - 1 - device) * chunk]
+
+    def offsets(self, num_rows: int) -> jax.Array:
+        """Which offset of the tile each row of this device's `x` holds."""
+        firsts = self.firsts(num_rows)
+        run = jnp.arange(num_rows // len(firsts), dtype=jnp.int32)
+        return jnp.concatenate([first + run for first in firsts])
+
+    def attended(self, rows: jax.Array) -> jax.Array:
+        """Of rows as those of `x`, the ones whose attention this device computes: all."""
+        return rows
+
+    def gather_attended(self, rows: jax.Array) -> jax.Array:
+        """The inverse: rows as those of `x`."""
+        return rows
+
+    def gather_tile(self, rows: jax.Array) -> jax.Array:
+        """Rows as those of `x` → the tile `[T, …]` in the order of the prompt, on every device."""
+        n = self.num_devices
+        if n == 1:
+            return rows
+        chunks = lax.all_gather(rows, AXIS).reshape(2 * n, rows.shape[0] // 2, *rows.shape[1:])
+        ahead = [2 * d for d in range(n)]
+        return jnp.concatenate([chunks[i] for i in ahead + [i + 1 for i in reversed(ahead)]])
+
+
+@dataclass(frozen=True)
+class ByColumns:
+    """`x` is the whole tile on every device. Meanings are those of `ByRows`."""
+
+    num_devices: int
+
+    @property
+    def shares(self) -> int:
+        return self.num_devices
+
+    @property
+    def order(self) -> int:
+        return 1  # within a share
+
+    def dealt(self, tile: int) -> np.ndarray:
+        return np.arange(tile, dtype=np.int32)
+
+    def run_rows(self, tile: int) -> int:
+        return tile // self.num_devices
+
+    def firsts(self, num_rows: int) -> list[jax.Array]:
+        return [lax.axis_index(AXIS).astype(jnp.int32) * self.run_rows(num_rows)]
+
+    def offsets(self, num_rows: int) -> jax.Array:
+        return jnp.arange(num_rows, dtype=jnp.int32)
+
+    def attended(self, rows: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(rows, self.firsts(rows.shape[0])[0], self.run_rows(rows.shape[0]))
+
+    def gather_attended(self, rows: jax.Array) -> jax.Array:
+        return lax.all_gather(rows, AXIS, tiled=True)
+
+    def gather_tile(self, rows: jax.Array) -> jax.Array:
+        return rows
+
+
+Split = ByRows | ByColumns
+
+
+def gather_columns(x: jax.Array, shares: int) -> jax.Array:
+    """Every device's output columns `[T, out/n]` → `[T, out]` on every device."""
+    return x if shares == 1 else lax.all_gather(x, AXIS, axis=1, tiled=True)
+
+
+def fitting_devices(most: int, tiles: Sequence[int], table: Any) -> int:
+    """The most devices, `most` or a half, quarter … of it, over which all `tiles` and the columns of all parameters of
+    `table` (`models.llama.Param`s) cut."""
+    widths = {param.shape[0] // param.fused for param in jax.tree.leaves(table) if param.has_columns}
     while most > 1 and (any(tile % (2 * most) for tile in tiles) or any(width % most for width in widths)):
         most //= 2
     return most
 
 
-def dealt(tile: int, num_devices: int) -> np.ndarray:
-    """Which offset of the tile each row holds once dealt, `[T]`: device d has rows d·T/n … of this order.
+def share_columns(table: Any, params: Any, num_devices: int) -> Any:
+    """Host `params` in the order that shares need: row r of a weight or bias goes to device r // (rows/n). Where several
+    matrices are fused, a device's share of each stands beside those of the others.
 
-    Raises ValueError for a tile that does not cut into 2n equal chunks.
+    `table` has their `models.llama.Param`s. Raises ValueError for one that does not cut into equal shares.
     """
-    if num_devices == 1:
-        return np.arange(tile, dtype=np.int32)
-    if tile % (2 * num_devices):
-        raise ValueError(f"a tile of {tile} tokens does not cut into {2 * num_devices} equal chunks")
-    chunks = np.arange(tile, dtype=np.int32).reshape(2 * num_devices, -1)
-    return np.concatenate(
-        [chunks[chunk] for d in range(num_devices) for chunk in (d, 2 * num_devices - 1 - d)]
-    )
 
+    def share(param: Any, array: np.ndarray) -> np.ndarray:
+        if not param.has_columns or num_devices == 1:
+            return array
+        if array.shape[0] % (param.fused * num_devices):
+            parts = f"{param.fused} times {num_devices}" if param.fused > 1 else str(num_devices)
+            raise ValueError(f"a parameter of shape {array.shape} does not cut into {parts} equal shares")
+        if param.fused == 1:
+            return array
+        cut = np.asarray(array).reshape(param.fused, num_devices, -1, *array.shape[1:])
+        return np.ascontiguousarray(cut.swapaxes(0, 1)).reshape(array.shape)
 
-def first_offsets(num_rows: int, num_devices: int) -> list[jax.Array]:
-    """Offsets in the tile at which this device's chunks begin; its `num_rows` rows are these chunks, in order."""
-    if num_devices == 1:
-        return [jnp.zeros((), jnp.int32)]
-    device, chunk = lax.axis_index(AXIS).astype(jnp.int32), num_rows // 2
-    return [device * chunk, (2 * num_devices - 1 - device) * chunk]
-
-
-def gather_rows(x: jax.Array, num_devices: int) -> jax.Array:
-    """Every device's dealt rows `[T/n, …]` → the tile `[T, …]` in the order of the prompt, on every device."""
-    if num_devices == 1:
-        return x
-    chunks = lax.all_gather(x, AXIS).reshape(2 * num_devices, x.shape[0] // 2, *x.shape[1:])
-    ahead = [2 * d for d in range(num_devices)]
-    return jnp.concatenate([chunks[i] for i in ahead + [i + 1 for i in reversed(ahead)]])
-
-
-def gather_columns(x: jax.Array, num_devices: int) -> jax.Array:
-    """Every device's output columns `[T, out/n]` → `[T, out]` on every device."""
-    return x if num_devices == 1 else lax.all_gather(x, AXIS, axis=1, tiled=True)
-
-
-def is_shared(path: tuple[Any, ...]) -> bool:
-    """Whether a layer's parameter at this tree path has output columns (its rows) to share: all but norms have."""
-    return not path[-1].key.endswith("_norm")
-
-
-def share_columns(layers: Any, num_devices: int) -> Any:
-    """Host layers in the order that shares need: row r of a weight or bias goes to device r // (rows/n) as it is, but
-    `gate_up` is gate, up of device 0, gate, up of device 1, …
-
-    Raises ValueError for a weight whose rows do not cut into equal shares.
-    """
-    if num_devices == 1:
-        return layers
-
-    def share(path: tuple[Any, ...], weight: np.ndarray) -> np.ndarray:
-        if not is_shared(path):
-            return weight
-        name = path[-1].key
-        parts = 2 * num_devices if name.startswith("gate_up") else num_devices
-        if weight.shape[0] % parts:
-            raise ValueError(f"{name}: {weight.shape[0]} rows do not cut into {num_devices} equal shares")
-        if parts == num_devices:
-            return weight
-        cut = np.asarray(weight).reshape(2, num_devices, -1, *weight.shape[1:])
-        return np.ascontiguousarray(cut.swapaxes(0, 1)).reshape(weight.shape)
-
-    return jax.tree_util.tree_map_with_path(share, layers)
+    return jax.tree.map(share, table, params)

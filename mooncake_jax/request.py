@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.transfer.segment import Segment
+from models.draw import MAX_BIASES, MAX_TOP
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -47,8 +48,8 @@ class Sampling(msgspec.Struct, frozen=True):
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
-    biases: Annotated[list[Bias], Meta(max_length=320)] = []
-    num_top: Annotated[int, Meta(ge=0, le=20)] = 0  # most likely tokens to tell with every drawn one
+    biases: Annotated[list[Bias], Meta(max_length=MAX_BIASES)] = []
+    num_top: Annotated[int, Meta(ge=0, le=MAX_TOP)] = 0  # most likely tokens to tell with every drawn one
 
     @property
     def looks_back(self) -> bool:

@@ -6,14 +6,6 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-
-class PrefixMatch(NamedTuple):
-    """The first `num_blocks` keys of a chain are all held by `node`."""
-
-    node: str
-    num_blocks: int
 
 
 class PrefixIndex:
@@ -114,10 +106,6 @@ class PrefixIndex:
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
         """The length of the leading run of every node that holds `keys[0]`; shortest first."""
         return {node: length for length, mask in self.runs(keys) for node in self._nodes_of(mask)}
-
-    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
-        """`lengths` as records."""
-        return [PrefixMatch(node, length) for node, length in self.lengths(keys).items()]
 
     def _nodes_of(self, mask: int) -> list[str]:
         names, nodes = self._names, []

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvstore.directory.index import PrefixMatch
 from kvstore.directory.replica_state import ReplicaState
 from kvstore.errors import StoreError
 from kvstore.messages import DIRECTORY, WATCH_BEAT_SECONDS, Forgotten, Joined, NodeInfo, WatchEvent
@@ -85,11 +84,6 @@ class DirectoryReplica:
         """See `PrefixIndex.lengths`."""
         with self._lock:
             return self._state.index.lengths(keys)
-
-    def match(self, keys: Sequence[bytes]) -> list[PrefixMatch]:
-        """See `PrefixIndex.match`."""
-        with self._lock:
-            return self._state.index.match(keys)
 
     def subscribe(self, listener: ReplicaListener) -> None:
         """`listener` hears the present state at once (on this thread), then every change."""

@@ -35,4 +35,8 @@ def role(name: str, *flags: str) -> Iterator[str]:
         yield line.split()[2]
     finally:
         process.terminate()
-        process.communicate(timeout=_END_SECONDS)
+        try:
+            process.communicate(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()

@@ -11,12 +11,11 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvstore.block import BlockFormat
 from models import cache, llama, sampling, split
@@ -28,20 +27,12 @@ from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.draw_rows import one_row
 from mooncake_jax.engine.drawing import Drawing
 from mooncake_jax.engine.mesh import EngineMesh
+from mooncake_jax.engine.tile_steps import TileSteps
 from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
 
 _SMALLEST_TILE = 16
 _LOAD_BLOCKS = 32  # prefix blocks that one program inserts, at most; a power of two
-
-
-class _Programs(NamedTuple):
-    """Everything serving runs, compiled; dictionaries are by tile size, `insert` by number of blocks."""
-
-    embed: dict[int, Callable[..., Any]]
-    group: dict[int, Callable[..., Any]]
-    last: dict[int, Callable[..., Any]]
-    insert: dict[int, Callable[..., Any]]
 
 
 def block_format(cfg: LlamaConfig, dtype: str) -> BlockFormat:
@@ -60,8 +51,8 @@ class JaxPrefillEngine:
     """`mooncake_jax.engine.contract.PrefillEngine` on JAX. Owned by one thread.
 
     `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). A tile is
-    split over `devices` (None: the first one; as many of them as the model cuts into) as `models.split` says: every device
-    has all weights and a cache of its own.
+    split over `devices` (None: the first one; as many of them as the model cuts into) as
+    `models.split` says: every device has a cache of its own.
     """
 
     def __init__(
@@ -94,30 +85,15 @@ class JaxPrefillEngine:
         self._tiles = buckets(min(_SMALLEST_TILE, self.tile_tokens), self.tile_tokens)
         params = llama.prepare(cfg, params, dtype, self._platform)
         devices = list(devices or jax.local_devices()[:1])
-        n = split.fitting_devices(len(devices), self._tiles, params["layers"][0])
-        self._mesh = EngineMesh(devices[:n])
-        self._orders = {tile: split.dealt(tile, 1 if self._by_columns(tile) else n) for tile in self._tiles}
-        self._embedding = self._mesh.put(params["embed"])
+        table = llama.param_table(cfg)["layers"][0]
+        self._mesh = EngineMesh(devices[: split.fitting_devices(len(devices), self._tiles, table)])
+        self._steps = TileSteps(cfg, self._platform, self._mesh, params, self._tiles)
         head = {name: params[name] for name in ("final_norm", "lm_head")}
-        self._head_params = jax.device_put(head, self._mesh.mesh.devices[0])
-        size = cfg.layers_per_group
-        layers = split.share_columns(params["layers"], n)
-        groups = [layers[i : i + size] for i in range(0, cfg.num_layers, size)]
-        self._layers = [jax.tree.map(self._mesh.put, group) for group in groups]
-        self._layer_shares = self._layers
-        if any(
-            map(self._by_columns, self._tiles)
-        ):  # in the memory of the whole weights, where alignment allows
-            place = {EngineMesh.WHOLE: self._mesh.put, EngineMesh.PARTS: self._mesh.put_parts}
-            self._layer_shares = [
-                jax.tree.map(lambda weight, spec: place[spec](weight), group, _share_specs(group))
-                for group in groups
-            ]
+        self._head_params = jax.device_put(head, self._mesh.first)
         self._storage = self._platform.storage_dtype(dtype)
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
-        runs = [self._platform.prefill_pages(cfg, self._rows_of_a_run(tile)) for tile in self._tiles]
-        self._num_pages = max(-(-pages // run) * run for run in runs)  # attention reads whole runs of pages
-        pages_shape = cache.pages_shape(cfg, num_slots, self._num_pages)
+        num_pages = max(-(-pages // run) * run for run in self._steps.run_pages)  # attention reads whole runs
+        pages_shape = cache.pages_shape(cfg, num_slots, num_pages)
         self._empty = program(lambda: jnp.zeros(pages_shape, self._storage), out_shardings=self._mesh.whole)
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
@@ -128,11 +104,10 @@ class JaxPrefillEngine:
             self._head_params,
             batches=[1],
             scores=True,
-            place=lambda array: jax.device_put(array, self._mesh.mesh.devices[0]),
+            place=lambda array: jax.device_put(array, self._mesh.first),
         )
         self._compiles = process_compiles()
         self._ready_at: int | None = None
-        self._programs: _Programs | None = None
         self._score = jax.jit(functools.partial(_score_rows, cfg, self._platform))
         self._reset()
 
@@ -143,8 +118,8 @@ class JaxPrefillEngine:
 
     def warm_up(self) -> None:
         """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
-        if self._programs is None:
-            self._programs = self._compile()
+        if not self._steps.is_compiled:
+            self._steps.compile(self._cache[0], buckets(1, self._load_blocks), self.format.group_shape)
             self._drawing.compile()
             self._drawing.warm_up()
             for tile in self._tiles:
@@ -194,17 +169,17 @@ class JaxPrefillEngine:
         if targets.shape != tokens.shape:
             raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
         with self._guard():
-            x, where = self._embed(tokens), self._mesh.numbers(slot, start, tokens.size)
+            x, where = self._steps.embed(tokens), self._mesh.numbers(slot, start, tokens.size)
             for group in range(self.format.num_groups):
                 x, _ = self._dispatch(group, x, where)
             self._filled[slot] = start + tokens.size
             padded = np.zeros(x.shape[0], np.int32)
             padded[: targets.size] = targets
-            scores = self._score(self._head_params, self._in_order(x), padded)
+            scores = self._score(self._head_params, self._steps.in_order(x), padded)
             return TokenScores(*(np.asarray(part)[: targets.size] for part in scores))
 
     def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
-        if self._programs is None:
+        if not self._steps.is_compiled:
             raise RuntimeError("prefill engine: call warm_up() before the first use")
         tokens = np.asarray(tokens)
         if not 0 <= slot < self.num_slots:
@@ -244,7 +219,7 @@ class JaxPrefillEngine:
                 jax.block_until_ready(
                     self._cache
                 )  # an abandoned call may still be reading the staging arrays
-            x, where = self._embed(tokens), self._mesh.numbers(slot, start, tokens.size)
+            x, where = self._steps.embed(tokens), self._mesh.numbers(slot, start, tokens.size)
         for group in range(self.format.num_groups):
             prefix: Sequence[np.ndarray] = []
             if load is not None:
@@ -262,53 +237,22 @@ class JaxPrefillEngine:
                 if sample.looks_back and prompt is not None:
                     self._drawing.remember(0, prompt, [])
                 row = one_row(sample, step=0)
-                drawn = self._drawing.start(self._row_of(x, tokens.size - 1), row, np.ones(1, np.bool_))
+                drawn = self._drawing.start(self._steps.row(x, tokens.size - 1), row, np.ones(1, np.bool_))
         self._filled[slot] = start + tokens.size
         while pending:
             yield self._finish(*pending.popleft(), start, tokens.size)
         if targets is not None:
             with self._guard():
-                scores = self._drawing.score(self._in_order(x), targets)
+                scores = self._drawing.score(self._steps.in_order(x), targets)
             yield scores
         if sample is not None and drawn is not None:
             with self._guard():
                 first = self._drawing.finish(drawn)
             yield Sampled(int(first.tokens[0]), float(first.logprobs[0]), first.top(0, sample.num_top))
 
-    def _embed(self, tokens: np.ndarray) -> jax.Array:
-        tile = next(size for size in self._tiles if size >= tokens.size)
-        padded = np.zeros(tile, np.int32)
-        padded[: tokens.size] = tokens
-        put = self._mesh.put if self._by_columns(tile) else self._mesh.put_parts
-        return self._compiled.embed[tile](self._embedding, put(padded[self._orders[tile]]))
-
-    def _in_order(self, x: jax.Array) -> np.ndarray:
-        """A tile's activations `[T, D]` as its tokens follow one another."""
-        whole = np.empty(x.shape, np.float32)
-        whole[self._orders[x.shape[0]]] = np.asarray(x)
-        return whole
-
-    def _row_of(self, x: jax.Array, row: int) -> jax.Array:
-        """`[1, D]`, on the first device."""
-        tile = x.shape[0]
-        place = int(np.flatnonzero(self._orders[tile] == row)[0])
-        return self._compiled.last[tile](x, self._mesh.numbers(place)).addressable_data(0)
-
     def _dispatch(self, group: int, x: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tile = x.shape[0]
-        layers = self._layer_shares if self._by_columns(tile) else self._layers
-        x, self._cache[group], blocks = self._compiled.group[tile](
-            layers[group], x, self._cache[group], where
-        )
+        x, self._cache[group], blocks = self._steps.group(group, x, self._cache[group], where)
         return x, blocks
-
-    def _rows_of_a_run(self, tile: int) -> int:
-        """How many rows of a tile follow one another on one device."""
-        n = self._mesh.num_devices
-        return tile // n if self._by_columns(tile) or n == 1 else tile // (2 * n)
-
-    def _by_columns(self, tile: int) -> bool:
-        return self._mesh.num_devices > 1 and tile <= self._platform.tile_tokens_by_columns
 
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
         with self._guard():
@@ -338,10 +282,8 @@ class JaxPrefillEngine:
         for run in binary_runs(len(blocks), self._load_blocks):
             for i in range(first, first + run):
                 staging[i] = blocks[i]
-            part = self._mesh.put(staging[first : first + run].view(self._storage))
-            self._cache[group] = self._compiled.insert[run](
-                self._cache[group], part, self._mesh.numbers(slot, first)
-            )
+            part = staging[first : first + run].view(self._storage)
+            self._cache[group] = self._steps.insert(self._cache[group], part, self._mesh.numbers(slot, first))
             first += run
 
     @contextmanager
@@ -366,58 +308,6 @@ class JaxPrefillEngine:
         ]
         self._drawing.reset()
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
-
-    def _compile(self) -> _Programs:
-        cfg, platform = self._cfg, self._platform
-        where = self._mesh.numbers(0)
-        mesh, whole, parts = self._mesh, EngineMesh.WHOLE, EngineMesh.PARTS
-
-        def group_step(step: Callable[..., Any], layers: Any, x: Any) -> Callable[..., Any]:
-            def run(layers: Any, x: jax.Array, pages: Any, where: jax.Array) -> Any:
-                return step(cfg, platform, mesh.num_devices, layers, x, pages, where[0], where[1], where[2])
-
-            return mesh.side_by_side(run, (layers, x, whole, whole), (x, whole, whole))
-
-        by_rows = group_step(llama.prefill_group, whole, parts)
-        by_columns = group_step(llama.prefill_group_by_columns, _share_specs(self._layers[0]), whole)
-        embed, group, last = {}, {}, {}
-        for tile in self._tiles:
-            columns = self._by_columns(tile)
-            placed, spec = (mesh.whole, whole) if columns else (mesh.parts, parts)
-            x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32, sharding=placed)
-            tokens = jax.ShapeDtypeStruct((tile,), jnp.int32, sharding=placed)
-            embed[tile] = program(
-                mesh.side_by_side(llama.embed, (whole, spec), spec), self._embedding, tokens
-            )
-            step, layers = (by_columns, self._layer_shares[0]) if columns else (by_rows, self._layers[0])
-            group[tile] = program(step, layers, x, self._cache[0], where, donate=[2])
-            last[tile] = program(
-                lambda x, where: lax.dynamic_slice_in_dim(x, where[0], 1), x, where, out_shardings=mesh.whole
-            )
-        insert_group = mesh.side_by_side(
-            lambda pages, blocks, where: cache.insert_blocks(pages, blocks, where[0], where[1]),
-            (whole, whole, whole),
-            whole,
-        )
-        insert = {}
-        for run in buckets(1, self._load_blocks):
-            shape = (run, *self.format.group_shape)
-            blocks = jax.ShapeDtypeStruct(shape, self._storage, sharding=mesh.whole)
-            insert[run] = program(insert_group, self._cache[0], blocks, where, donate=[0])
-        return _Programs(embed, group, last, insert)
-
-    @property
-    def _compiled(self) -> _Programs:
-        if self._programs is None:
-            raise RuntimeError("prefill engine: call warm_up() before the first use")
-        return self._programs
-
-
-def _share_specs(group: list[llama.Params]) -> list[dict[str, Any]]:
-    """Which of a group's parameters are cut over the devices."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: EngineMesh.PARTS if split.is_shared(path) else EngineMesh.WHOLE, group
-    )
 
 
 def _score_rows(

@@ -27,6 +27,11 @@ class EngineMesh:
     def num_devices(self) -> int:
         return self.mesh.size
 
+    @property
+    def first(self) -> Any:
+        """The `jax.Device` that does what needs only one."""
+        return self.mesh.devices[0]
+
     def side_by_side(self, step: Callable[..., Any], given: Any, returned: Any) -> Callable[..., Any]:
         """`step` as each device runs it on its part; the specs are of its arguments and results."""
         return jax.shard_map(step, mesh=self.mesh, in_specs=given, out_specs=returned, check_vma=False)

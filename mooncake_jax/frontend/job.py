@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.draw import MAX_BIASES
+from models.draw import FORBIDDEN, MAX_BIASES
 from mooncake_jax.frontend.errors import invalid
 from mooncake_jax.frontend.schema import ChatBody, CompletionBody, Options
 from mooncake_jax.request import Bias, Request, Sampling
@@ -15,7 +15,6 @@ from mooncake_jax.request import Bias, Request, Sampling
 MAX_SCORED = (
     400_000  # log probabilities that a request's echoes tell: answers times tokens times (most likely + 1)
 )
-_FORBIDDEN = -1e30  # a bias that no logit outweighs
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _biases(body: Options, stop_ids: Sequence[int], vocab_size: int) -> list[Bia
             raise invalid(message, "logit_bias", "unknown_token")
         biases.append(Bias(int(key), amount))
     if body.min_tokens:
-        biases += [Bias(token, _FORBIDDEN, body.min_tokens) for token in stop_ids]
+        biases += [Bias(token, FORBIDDEN, body.min_tokens) for token in stop_ids]
     if len(biases) > MAX_BIASES:
         message = f"logit_bias and min_tokens change the logits of {len(biases)} tokens: at most {MAX_BIASES}"
         raise invalid(message, "logit_bias", "conflicting_fields")

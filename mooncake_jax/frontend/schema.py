@@ -12,19 +12,19 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from models.draw import MAX_TOP
 from mooncake_jax.frontend.errors import ApiError, invalid
 from mooncake_jax.request import Name
 
 MAX_CHOICES = 128  # of one request: prompts times `n`
 MAX_STOPS = 16
 MAX_LOGIT_BIASES = 300
-MAX_TOP_LOGPROBS = 20
 
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _NoOrSomeTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-_NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+_NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 _TokenKey = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,9})$")]

@@ -23,11 +23,10 @@ from cases.judge import text
 from cases.served import CHAT, COMPLETIONS, LETTERS, bos_tokenizer
 from e2e.real import CFG, Z
 
+from models.draw import FORBIDDEN
 from models.tokenizer import Tokenizer, TokenizerSettings, byte_level_bpe
 from mooncake_jax.frontend.text import token_name
 from mooncake_jax.request import Bias, Request, Sampling
-
-FORBIDDEN = -1e30
 
 
 def ending_tokenizer(*eos_ids: int) -> Tokenizer:

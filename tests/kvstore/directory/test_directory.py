@@ -84,14 +84,14 @@ def test_a_replica_hears_what_nodes_gain_and_lose(cluster, replica, eventually):
     a = cluster.node("a", num_slots=3).node
     some = keys(5)
     put(a, some[:3])
-    eventually(lambda: replica.match(some) == [("a", 3)])
+    eventually(lambda: replica.lengths(some) == {"a": 3})
     replica.subscribe(recorder)
     b = cluster.node("b").node
     put(b, some[:2])
     a.remove(some[2:3])
     put(a, some[3:])
     eventually(lambda: replica.holders(some) == [["a", "b"], ["b"], [], ["a"], ["a"]])
-    assert sorted(replica.match(some)) == sorted(recorder.index.match(some)) == [("a", 1), ("b", 2)]
+    assert replica.lengths(some) == recorder.index.lengths(some) == {"a": 1, "b": 2}
     assert recorder.index.keys("a") == {some[0], *some[3:]}
     assert recorder.heard == [("joined", "a"), ("joined", "b")]
     assert replica.in_sync
@@ -100,7 +100,7 @@ def test_a_replica_hears_what_nodes_gain_and_lose(cluster, replica, eventually):
 def test_a_node_that_leaves_is_forgotten_at_once(cluster, replica, stub, eventually):
     a = cluster.node("a")
     put(a.node, keys(2))
-    eventually(lambda: replica.match(keys(2)) == [("a", 2)])
+    eventually(lambda: replica.lengths(keys(2)) == {"a": 2})
     a.node.close()
     assert stub.nodes(Empty()).nodes == []
     eventually(lambda: replica.nodes() == [] and replica.holders(keys(2)) == [[], []])
@@ -109,9 +109,9 @@ def test_a_node_that_leaves_is_forgotten_at_once(cluster, replica, stub, eventua
 def test_a_silent_node_is_forgotten(replica, stub, eventually):
     stub.register(fake_info("ghost", 7))
     assert stub.announce(Announce("ghost", 7, 1, keys(2), [], 8)).known
-    eventually(lambda: replica.match(keys(2)) == [("ghost", 2)])
+    eventually(lambda: replica.lengths(keys(2)) == {"ghost": 2})
     eventually(lambda: replica.nodes() == [])
-    assert replica.match(keys(2)) == []
+    assert replica.lengths(keys(2)) == {}
     assert not stub.heartbeat(NodeBeat("ghost", 7, 8)).known
 
 
@@ -122,14 +122,14 @@ def test_everything_converges_after_a_restart_of_the_directory(cluster, replica,
     some = keys(5000)
     put(a, some)
     put(b, some[:4])
-    eventually(lambda: sorted(replica.match(some)) == [("a", 5000), ("b", 4)])
+    eventually(lambda: replica.lengths(some) == {"a": 5000, "b": 4})
     cluster.stop_directory()
     eventually(lambda: not replica.in_sync)
-    assert sorted(replica.match(some)) == [("a", 5000), ("b", 4)]
+    assert replica.lengths(some) == {"a": 5000, "b": 4}
     b.remove(some[3:4])
     cluster.restart_directory()
-    eventually(lambda: replica.in_sync and sorted(replica.match(some)) == [("a", 5000), ("b", 3)])
-    assert sorted(recorder.index.match(some)) == [("a", 5000), ("b", 3)]
+    eventually(lambda: replica.in_sync and replica.lengths(some) == {"a": 5000, "b": 3})
+    assert recorder.index.lengths(some) == {"a": 5000, "b": 3}
     reply = stub.lookup(LookupRequest(some[:4]))
     assert [len(holders) for holders in reply.holders] == [2, 2, 2, 1]
 
@@ -137,13 +137,13 @@ def test_everything_converges_after_a_restart_of_the_directory(cluster, replica,
 def test_two_nodes_of_one_name_the_later_one_stays(cluster, replica, eventually):
     first = cluster.node("a")
     put(first.node, keys(2))
-    eventually(lambda: replica.match(keys(2)) == [("a", 2)])
+    eventually(lambda: replica.lengths(keys(2)) == {"a": 2})
     second = cluster.node("a")
     eventually(lambda: [info.epoch for info in replica.nodes()] == [second.node.epoch])
-    assert replica.match(keys(2)) == []
+    assert replica.lengths(keys(2)) == {}
     put(second.node, keys(1))
     put(first.node, keys(1, seed=2))
-    eventually(lambda: replica.match(keys(2)) == [("a", 1)])
+    eventually(lambda: replica.lengths(keys(2)) == {"a": 1})
     first.node.close()
     assert second.node.flush(DEADLINE)
     assert [info.epoch for info in replica.nodes()] == [second.node.epoch]
@@ -162,10 +162,10 @@ def test_a_hundred_thousand_keys_arrive_by_stream_and_by_snapshot(eventually):
             assert stub.announce(
                 Announce("big", 7, sequence, many[start : start + MAX_BATCH_KEYS], [], 0)
             ).known
-        eventually(lambda: replicas[0].match(many) == [("big", 100_000)])
+        eventually(lambda: replicas[0].lengths(many) == {"big": 100_000})
         replicas.append(DirectoryReplica(server.address))
         assert replicas[1].wait_in_sync(DEADLINE)
-        assert replicas[1].match(many) == [("big", 100_000)]
+        assert replicas[1].lengths(many) == {"big": 100_000}
     finally:
         for closable in (*replicas, stub, directory, server):
             closable.close()
@@ -174,7 +174,7 @@ def test_a_hundred_thousand_keys_arrive_by_stream_and_by_snapshot(eventually):
 def test_a_node_that_changes_faster_than_it_is_heard_starts_again(cluster, replica, eventually):
     a = cluster.node("a", num_slots=2).node
     put(a, keys(1))
-    eventually(lambda: replica.match(keys(1)) == [("a", 1)])
+    eventually(lambda: replica.lengths(keys(1)) == {"a": 1})
     many = keys(1500, seed=2)
     with cluster.directory._changed:  # the directory answers nobody
         for key in many:
@@ -190,7 +190,7 @@ def test_a_listener_that_fails_does_not_end_the_stream(cluster, replica, eventua
 
     replica.subscribe(Broken())
     put(cluster.node("a").node, keys(2))
-    eventually(lambda: replica.match(keys(2)) == [("a", 2)])
+    eventually(lambda: replica.lengths(keys(2)) == {"a": 2})
     assert "failed to hear of KeysChanged" in caplog.text
 
 

@@ -82,7 +82,7 @@ class Cluster:
     def place(self, tokens, max_tokens=16, request_id=None, avoid=()) -> Placement:
         request = Request(request_id or f"r{next(self._ids)}", list(tokens), max_tokens)
         keys = self.keys(tokens)
-        held = {match.node: match.num_blocks for match in self.index.match(keys)}
+        held = self.index.lengths(keys)
         return self.conductor.place(request, keys, held, avoid=avoid, now=self.now)
 
     def end(self, request_id: str, phase="all", ok=True, seconds=0.0) -> None:

@@ -59,7 +59,7 @@ class BookKeeping(RuleBasedStateMachine):
                 self.close(request_id, role, ok=False)
         self.settling = [(until, keys) for until, keys in self.settling if until > self.cluster.now]
         keys = self.cluster.keys(tokens)
-        held = {match.node: match.num_blocks for match in self.cluster.index.match(keys)}
+        held = self.cluster.index.lengths(keys)
         try:
             placement = self.cluster.place(tokens, request_id=request_id)
         except RefusedError:

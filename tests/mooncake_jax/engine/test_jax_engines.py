@@ -222,9 +222,8 @@ def test_after_a_failed_step_the_engines_serve_on_and_lost_kv_is_refused(pair, m
     prefill, decode = pair.prefill, pair.decode
     blocks, _ = compute(prefill, 1, PROMPT[:32])
     with monkeypatch.context() as patch:
-        patch.setattr(
-            prefill, "_programs", prefill._programs._replace(group=dict.fromkeys(prefill._tiles, fail))
-        )
+        steps = prefill._steps
+        patch.setattr(steps, "_programs", steps._programs._replace(group=dict.fromkeys(prefill._tiles, fail)))
         with pytest.raises(RuntimeError, match="device lost"):
             compute(prefill, 0, PROMPT[:10])
     with pytest.raises(ValueError, match="holds 0"):

@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 
@@ -88,13 +90,21 @@ def _with_two_layers_swapped(pair):
     """The same compiled engines over other weights."""
     engines = []
     for engine in (pair.prefill, pair.decode):
-        twin = object.__new__(type(engine))
-        twin.__dict__.update(engine.__dict__)
-        for name in engine.__dict__.keys() & {"_layers", "_layer_shares"}:
-            flat = [layer for group in getattr(engine, name) for layer in group]
-            flat[1], flat[2] = flat[2], flat[1]
-            size = pair.cfg.layers_per_group
-            setattr(twin, name, [flat[i : i + size] for i in range(0, len(flat), size)])
+        twin = copy.copy(engine)
+        if engine is pair.prefill:
+            twin._steps = copy.copy(engine._steps)
+            twin._steps._layers = {
+                how: swapped(groups, pair.cfg) for how, groups in engine._steps._layers.items()
+            }
+        else:
+            twin._layers = swapped(engine._layers, pair.cfg)
         twin._reset()
         engines.append(twin)
     return Monolith(*engines)
+
+
+def swapped(groups, cfg):
+    """Groups of layers with the second and third layer in each other's place."""
+    flat = [layer for group in groups for layer in group]
+    flat[1], flat[2] = flat[2], flat[1]
+    return [flat[i : i + cfg.layers_per_group] for i in range(0, len(flat), cfg.layers_per_group)]
