@@ -281,7 +281,8 @@ def test_bfloat16_stays_close_to_its_float32_reference(bf16_pair):
         assert abs(logprobs[0] - dense[i][tokens[0]]) < 0.1
 
 
-def test_every_device_has_a_cache_of_its_own(pair):
+def test_every_device_has_a_cache_of_its_own_from_the_start(pair):
+    pair.prefill._reset()
     for group in pair.prefill._cache:
         for pages in group:
             places = {shard.data.unsafe_buffer_pointer() for shard in pages.addressable_shards}
