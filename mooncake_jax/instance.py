@@ -144,6 +144,8 @@ def start_prefill(config: InstanceConfig, engine: PrefillEngine, role: PrefillCo
     """
 
     def parts(ports: _Ports, stack: ExitStack) -> _Parts:
+        if (slots := ports.home.slots) is not None:
+            engine.attach(slots)
         worker = PrefillWorker(engine, role)
         stack.callback(worker.close)
         paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer)

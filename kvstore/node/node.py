@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.arguments import check_keys
 from kvstore.errors import InvalidError
 from kvstore.messages import NODE, NodeInfo
@@ -71,6 +73,14 @@ class Node:
     @property
     def name(self) -> str:
         return self.config.name
+
+    @property
+    def slots(self) -> np.ndarray | None:
+        """The memory of all slots, uint8 `[slots, slot_nbytes]`; None where slots are padded. To read what is leased."""
+        layout = self._store.layout
+        if layout.stride != layout.slot_nbytes:
+            return None
+        return self._buffer.array[layout.header_nbytes :].reshape(layout.num_slots, layout.slot_nbytes)
 
     def handlers(self) -> list[tuple[Service, object]]:
         """For `rpc.Server`."""
