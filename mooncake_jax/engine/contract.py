@@ -74,8 +74,9 @@ class PrefillEngine(Protocol):
     tile_tokens: int  # the most tokens one `prefill` call may take; a multiple of the block size
 
     def attach(self, memory: np.ndarray) -> None:
-        """Before `warm_up`: where the home node keeps blocks, uint8 `[slots, BlockFormat.nbytes]`. Views of it that `load`
-        gives may be read where they lie. Raises ValueError for memory of another shape, RuntimeError after `warm_up`.
+        """Where the home node keeps blocks, uint8 `[slots, BlockFormat.nbytes]`: views of it that `load` gives may be read
+        where they lie. Raises ValueError for memory of another shape, RuntimeError after `warm_up` for another size than
+        at that time.
         """
 
     def warm_up(self) -> None:

@@ -125,10 +125,13 @@ class JaxPrefillEngine:
 
     def attach(self, memory: np.ndarray) -> None:
         """See the contract."""
-        if self._steps.is_compiled:
-            raise RuntimeError("prefill engine: attach store memory before warm_up()")
-        if self._platform.tile_tokens_by_columns:  # elsewhere it would be copied, for no one to read
-            self._store = StoreMemory(self._mesh, self.format, self._storage, self._num_places, memory)
+        if not self._platform.tile_tokens_by_columns:
+            return  # it would be copied to the device, for no one to read
+        if self._steps.is_compiled and self._store and self._store.num_slots != len(memory):
+            raise RuntimeError(
+                f"prefill engine: warmed up with store memory of {self._store.num_slots} slots, got {len(memory)}"
+            )
+        self._store = StoreMemory(self._mesh, self.format, self._storage, self._num_places, memory)
 
     def warm_up(self) -> None:
         """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""

@@ -43,6 +43,10 @@ class StoreMemory:
         ]
         self._nothing = [self._stored(group, []) for group in range(block_format.num_groups)]
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._host)
+
     def nothing(self, group: int) -> StoredBlocks:
         """No blocks."""
         return self._nothing[group]

@@ -133,8 +133,8 @@ def test_blocks_from_elsewhere_and_of_longer_prompts_are_copied(pair, sample):
 
 
 def test_memory_of_another_kind_or_too_late_is_refused(pair):
-    with pytest.raises(RuntimeError, match="before warm_up"):
-        pair.prefill.attach(pair.memory)
+    with pytest.raises(RuntimeError, match="of 9 slots, got 8"):
+        pair.prefill.attach(pair.memory[:8])
     form = pair.prefill.format
     for memory in (
         np.zeros((3, form.nbytes + 2), np.uint8),
