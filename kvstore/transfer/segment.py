@@ -9,6 +9,7 @@ from msgspec import Meta
 
 Text = Annotated[str, Meta(max_length=500)]
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+DEFAULT_LOCATION = "cpu:0"
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -27,6 +28,6 @@ class Segment(msgspec.Struct, frozen=True):
     peer: Peer
     name: Text
     nbytes: Size
-    location: Text = "cpu:0"
+    location: Text = DEFAULT_LOCATION
     shm_path: Text = ""  # file under /dev/shm that holds it, "" if it is private memory
     guarded: bool = False  # every write needs a permit and goes through `peer`, even on the same host
