@@ -17,8 +17,10 @@ from kvstore.transfer.orders import Order, orders
 from kvstore.transfer.pacing import Pacer
 from kvstore.transfer.registry import Registry
 from kvstore.transfer.request import READ, Opcode, TransferRequest
-from kvstore.transfer.segment import Peer, Segment
+from kvstore.transfer.segment import DEFAULT_LOCATION, Peer, Segment
 from kvstore.transfer.status import Counters, Path, TransferError, TransferStatus
+from kvstore.transfer.topology import Topology
+from kvstore.transfer.transport.affinity import Affinity
 from kvstore.transfer.transport.loopback import LoopbackPath
 from kvstore.transfer.transport.network import MAX_ENDPOINTS, STALL_SECONDS, NetworkPath, RailState
 from kvstore.transfer.transport.shm import SharedMemoryPath
@@ -66,6 +68,7 @@ class TransferEngine:
         timeout_seconds: float = 10.0,
         connections_per_peer: int = CONNECTIONS_PER_PEER,
         rails: Sequence[str] = (),
+        topology: Topology | None = None,
         max_endpoints: int = MAX_ENDPOINTS,
         stall_seconds: float = STALL_SECONDS,
         faults: Faults | None = None,
@@ -80,6 +83,8 @@ class TransferEngine:
                 asks.
             rails: addresses of this host's NICs, IPv4 or IPv6, to serve on instead of `host`; the first takes
                 `port`, the others free ones.
+            topology: which NICs are near which memory, of this host; peers are told. Without it every rail is as
+                near as another.
             max_endpoints: most rails of peers with open connections; SIEVE makes room, transfers wait for it.
             stall_seconds: a rail of a peer on which nothing moves for so long is left for another of its rails.
             faults: knobs that make requests fail on purpose.
@@ -105,7 +110,9 @@ class TransferEngine:
         listeners = _listen(addresses, port)
         epoch = secrets.randbits(63)
         ports = [listener.getsockname()[1] for listener in listeners]
-        self.peer = Peer(epoch, host_id, list(zip(addresses, ports, strict=True)))
+        self._affinity = None if topology is None else Affinity(topology)
+        tiers = {} if self._affinity is None else self._affinity.tiers_of(addresses)
+        self.peer = Peer(epoch, host_id, list(zip(addresses, ports, strict=True)), tiers)
         self._registry = Registry(self.peer)
         self._network = NetworkPath(
             epoch,
@@ -113,6 +120,7 @@ class TransferEngine:
             self._pacer,
             max_endpoints=max_endpoints,
             stall_seconds=stall_seconds,
+            affinity=self._affinity,
         )
         self._movers: dict[Path, _Mover] = {
             "loopback": LoopbackPath(self._registry),
@@ -201,16 +209,19 @@ class TransferEngine:
             order = order.without(wrong)
         path = choose_path(self.peer, order.target, order.opcode)
         mover = self._movers[path]
+        location = DEFAULT_LOCATION
+        if self._affinity is not None and order.views:
+            location = self._registry.location_of(order.views[0])
         faults = self.faults
         if faults is None:
             nbytes = mover.frame_nbytes(order.target.peer, order.nbytes)
-            frames = order.frames(batch, first, path, deadline, nbytes)
+            frames = order.frames(batch, first, path, deadline, nbytes, location)
         else:
             frames = []
             for single in order.singles():
                 fault = faults.decide(path, requests[single.rows[0]])
                 nbytes = mover.frame_nbytes(single.target.peer, single.nbytes)
-                frames += single.frames(batch, first, path, deadline, nbytes, fault=fault)
+                frames += single.frames(batch, first, path, deadline, nbytes, location, fault)
         if frames:
             batch.open(frames)
             mover.submit(frames)

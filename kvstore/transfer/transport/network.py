@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +21,7 @@ from kvstore.transfer.rails import Candidate, Health, Verdict, choose
 from kvstore.transfer.segment import Peer
 from kvstore.transfer.sieve import Sieve
 from kvstore.transfer.slices import frame_nbytes
+from kvstore.transfer.transport.affinity import Affinity
 from kvstore.transfer.transport.connection import Connection
 from kvstore.transfer.transport.endpoint import Endpoint, Probe
 from kvstore.transfer.transport.wire import Patience
@@ -29,7 +29,6 @@ from kvstore.transfer.transport.wire import Patience
 MAX_ENDPOINTS = 256
 MAX_RESTING_ROUTES = 1024  # peers remembered though nothing moves to them
 STALL_SECONDS = 0.3
-Rank = Callable[[Peer, int, str, str], int]  # (peer, its rail's place, local location, remote location)
 
 
 class RailState(msgspec.Struct, frozen=True):
@@ -69,6 +68,8 @@ class _Route:
         self.peer = peer
         self.rails = [_Rail(self, place, address) for place, address in enumerate(peer.rails)]
         self.backlogs: dict[tuple[str, str], deque[Frame]] = {}
+        self.ranks: dict[tuple[str, str], list[int]] = {}  # of the rails
+        self.ways: list[str] | None = None  # the own NICs that lead to them
 
     @property
     def is_resting(self) -> bool:
@@ -86,11 +87,11 @@ class NetworkPath:
         *,
         max_endpoints: int = MAX_ENDPOINTS,
         stall_seconds: float = STALL_SECONDS,
-        rank: Rank | None = None,
+        affinity: Affinity | None = None,
     ):
         self.lock = threading.Lock()
         self.closed = threading.Event()
-        self._own_epoch, self._pacer, self._rank = own_epoch, pacer, rank
+        self._own_epoch, self._pacer, self._affinity = own_epoch, pacer, affinity
         self._connections_per_rail = connections_per_rail
         self._max_endpoints = max_endpoints
         self._stall_seconds = stall_seconds
@@ -147,10 +148,13 @@ class NetworkPath:
                     frame.refuse("this process has no more threads")
 
     def _choose(self, route: _Route, frame: Frame) -> int | Verdict:
+        ranks = route.ranks.get(_locations(frame))
+        if ranks is None:
+            ranks = route.ranks[_locations(frame)] = self._ranks(route, *_locations(frame))
         return choose(
             [
                 Candidate(
-                    0 if self._rank is None else self._rank(route.peer, rail.place, *_locations(frame)),
+                    ranks[rail.place],
                     rail.nbytes_in_flight,
                     rail.health.is_usable,
                     self._has_room(rail),
@@ -159,6 +163,14 @@ class NetworkPath:
                 for rail in route.rails
             ]
         )
+
+    def _ranks(self, route: _Route, local: str, remote: str) -> list[int]:
+        affinity = self._affinity
+        if affinity is None or len(route.rails) < 2:
+            return [0] * len(route.rails)
+        if route.ways is None:
+            route.ways = affinity.ways(route.peer)
+        return [affinity.rank(route.peer, i, way, local, remote) for i, way in enumerate(route.ways)]
 
     def _has_room(self, rail: _Rail) -> bool:
         if rail.endpoint is not None:
