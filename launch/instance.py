@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from launch.flags import transfer_rails
 from launch.process import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ ENGINE_FLAGS = (
     "host",
     "port",
     "host_id",
+    "rails",
+    "topology",
     "directory",
     "conductor",
     "model",
@@ -65,4 +68,5 @@ def instance_config() -> InstanceConfig:
         host=FLAGS.host,
         port=FLAGS.port,
         dram_nbytes=FLAGS.dram_bytes,
+        **transfer_rails(),
     )

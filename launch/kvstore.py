@@ -17,10 +17,10 @@ from absl import flags
 from kvstore.node import Node, NodeConfig
 from kvstore.rpc import Server
 from kvstore.transfer import TransferEngine
-from launch.flags import MODEL_HELP, define, pin_to_cores
+from launch.flags import MODEL_HELP, define, pin_to_cores, transfer_rails
 from launch.process import UsageError, run_role
 
-define("name", "host", "port", "host_id", "directory", "dtype", "dram_bytes", "cores")
+define("name", "host", "port", "host_id", "rails", "topology", "directory", "dtype", "dram_bytes", "cores")
 MODEL = flags.DEFINE_string("model", "", f"Whose KV blocks fit a slot: {MODEL_HELP}")
 SLOT_BYTES = flags.DEFINE_integer("slot_bytes", 0, "Size of a slot, in bytes, instead of --model.", 0)
 FLAGS = flags.FLAGS
@@ -28,7 +28,7 @@ FLAGS = flags.FLAGS
 
 def build(stack: ExitStack) -> tuple[str, str]:
     pin_to_cores()
-    transfer = TransferEngine(host_id=FLAGS.host_id, host=FLAGS.host)
+    transfer = TransferEngine(host_id=FLAGS.host_id, host=FLAGS.host, **transfer_rails())
     stack.callback(transfer.close)
     node = Node(NodeConfig(FLAGS.name, FLAGS.host_id, FLAGS.dram_bytes, _slot_nbytes()), transfer)
     stack.callback(node.close)

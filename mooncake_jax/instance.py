@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore import Client, Node, NodeConfig
 from kvstore.rpc import Server, Service
-from kvstore.transfer import SharedBuffer, TransferEngine
+from kvstore.transfer import SharedBuffer, Topology, TransferEngine
 from mooncake_jax.decode.answers import AnswerSaver
 from mooncake_jax.decode.config import DecodeConfig
 from mooncake_jax.decode.service import DecodeService
@@ -49,6 +49,8 @@ class InstanceConfig:
     ready_seconds: float = 1800.0  # the most that warm-up may take
     transfer_timeout_seconds: float = 10.0
     rate_limit_nbytes_per_second: float | None = None
+    rails: tuple[str, ...] = ()  # addresses of NICs to exchange KV on, instead of `host`
+    topology: Topology | None = None  # which of them are near which memory
 
 
 class _Ports(NamedTuple):
@@ -86,6 +88,8 @@ class EngineInstance:
                 host=config.host,
                 rate_limit_nbytes_per_second=config.rate_limit_nbytes_per_second,
                 timeout_seconds=config.transfer_timeout_seconds,
+                rails=config.rails,
+                topology=config.topology,
             )
             stack.callback(self.transfer.close)
             node_config = NodeConfig(config.name, config.host_id, config.dram_nbytes, engine.format.nbytes)
