@@ -37,7 +37,7 @@ Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 ObjectSize = Annotated[int, Meta(ge=1, le=MAX_OBJECT_NBYTES)]
 Crc = Annotated[int, Meta(ge=0, lt=2**32)]
 Crcs = Annotated[list[Crc], Meta(max_length=MAX_PARTS)]
-Tier = Literal["dram"]
+Tier = Literal["dram", "ssd"]
 Refusal = Literal["", "present", "writing", "no_room", "too_large"]
 
 
@@ -51,7 +51,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     segment: Segment  # its memory: generations of the slots (u64 each), then the slots
     num_slots: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     slot_nbytes: ObjectSize  # the largest object it takes
-    tier: Tier = "dram"
+    num_ssd_slots: Count = 0  # of the tier below
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
@@ -69,17 +69,15 @@ class NodeBeat(msgspec.Struct, frozen=True):
 
 
 class Announce(msgspec.Struct, frozen=True):
-    """The next changes of what a node holds; `removed` and `added` have no key in common.
-
-    Counts as a heartbeat.
-    """
+    """The next changes of what a node holds; no key comes twice. Counts as a heartbeat."""
 
     name: NodeName
     epoch: Epoch
     sequence: Sequence  # 1 after a registration, then one more each; the last one sent again is taken once
-    added: Keys
+    added: Keys  # in DRAM from now on
     removed: Keys
     num_free: Count
+    on_ssd: Keys = []  # on SSD only, from now on
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -102,11 +100,18 @@ class LookupRequest(msgspec.Struct, frozen=True):
     keys: Keys
 
 
+class Replica(msgspec.Struct, frozen=True, array_like=True):
+    """One holder of a key: an index into the reply's `nodes`, and where it has the key."""
+
+    node: Count
+    tier: Tier
+
+
 class LookupReply(msgspec.Struct, frozen=True):
-    """Who holds each key: indices into `nodes`."""
+    """Who holds each key."""
 
     nodes: list[NodeInfo]
-    holders: list[list[Count]]
+    holders: list[list[Replica]]
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
@@ -138,8 +143,9 @@ class KeysChanged(msgspec.Struct, frozen=True, tag="keys"):
     """
 
     name: NodeName
-    added: Keys
+    added: Keys  # in DRAM
     removed: Keys
+    on_ssd: Keys = []  # on SSD only
 
 
 WatchEvent = Joined | Forgotten | KeysChanged

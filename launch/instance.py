@@ -25,6 +25,8 @@ ENGINE_FLAGS = (
     "dtype",
     "max_tokens",
     "dram_bytes",
+    "ssd_path",
+    "ssd_nbytes",
     "cores",
     "compile_cache",
 )
@@ -65,4 +67,6 @@ def instance_config() -> InstanceConfig:
         host=FLAGS.host,
         port=FLAGS.port,
         dram_nbytes=FLAGS.dram_bytes,
+        ssd_path=FLAGS.ssd_path,
+        ssd_nbytes=FLAGS.ssd_nbytes,
     )

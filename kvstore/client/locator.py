@@ -117,7 +117,7 @@ class Locator:
             if reply is None:  # go by what the directory last said
                 return {info.name: info for info in self._replica.nodes()}, self._replica.holders(keys)
             infos.update((info.name, info) for info in reply.nodes)
-            names += [[reply.nodes[number].name for number in some] for some in reply.holders]
+            names += [[reply.nodes[replica.node].name for replica in some] for some in reply.holders]
         return infos, names
 
     def _ask(self, call: str, request: Any) -> Any:
