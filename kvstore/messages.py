@@ -5,7 +5,7 @@ Block bytes never travel here.
 Directory: `register` → `heartbeat` and `announce`, again and again → `leave`;
            `lookup` and `nodes` ask; `watch` streams.
 Node:      `reserve` → one-sided WRITE → `commit` (or `abort`); `lease` → one-sided READ → `release`;
-           `exists`, `remove`, `check`, `stats`.
+           `exists`, `remove`, `check`, `drain`, `stats`.
 Every node call carries the epoch of the node it is meant for: another epoch is a StaleError.
 """
 
@@ -61,11 +61,12 @@ class RegisterReply(msgspec.Struct, frozen=True):
 
 
 class NodeBeat(msgspec.Struct, frozen=True):
-    """A node lives, and how many slots it has that hold nothing."""
+    """A node lives, how many slots it has that hold nothing, and whether it takes anything new."""
 
     name: NodeName
     epoch: Epoch
     num_free: Count
+    is_draining: bool = False
 
 
 class Announce(msgspec.Struct, frozen=True):
@@ -78,6 +79,7 @@ class Announce(msgspec.Struct, frozen=True):
     removed: Keys
     num_free: Count
     on_ssd: Keys = []  # on SSD only, from now on
+    is_draining: bool = False
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -118,6 +120,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
     info: NodeInfo
     num_free: Count
     num_keys: Count
+    is_draining: bool = False
 
 
 class NodesReply(msgspec.Struct, frozen=True):
@@ -242,6 +245,15 @@ class LeaseReply(msgspec.Struct, frozen=True):
     handle: Handle
     lease_seconds: float
     held: list[HeldBlock | None]
+    # items that are here, on SSD, and found no slot or no time to be read: try again without the others
+    waiting: list[Count] = []
+
+
+class NodeDrain(msgspec.Struct, frozen=True):
+    """Whether the node takes nothing new from now on; what it holds can be read as before."""
+
+    epoch: Epoch
+    draining: bool
 
 
 class NodeStats(msgspec.Struct, frozen=True):
@@ -275,6 +287,7 @@ NODE = Service(
         "remove": Method(NodeKeys, Flags),
         # the node compares its own bytes with their crcs; damaged ones are removed
         "check": Method(NodeKeys, Flags),
+        "drain": Method(NodeDrain, Empty),
         "stats": Method(Empty, NodeStats),
     },
 )

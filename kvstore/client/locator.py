@@ -76,10 +76,11 @@ class Locator:
         )
 
     def nodes_by_room(self) -> list[NodeInfo]:
-        """All nodes, the one with most free bytes first; equally free ones in any order."""
+        """All nodes that take something, the one with most free bytes first; equally free ones in any order."""
         loads = [
             (load.num_free * load.info.slot_nbytes, random.random(), load.info)
             for load in self._current_loads()
+            if not load.is_draining
         ]
         return [info for _, _, info in sorted(loads, key=lambda load: load[:2], reverse=True)]
 

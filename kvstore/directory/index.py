@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.messages import KeysChanged, Tier
+from kvstore.messages import Tier
 
 
 class PrefixIndex:
@@ -45,12 +45,6 @@ class PrefixIndex:
             self._bits[node] = bit
             self._held[node], self._on_ssd[node] = set(), set()
         return bit
-
-    def change(self, event: KeysChanged) -> None:
-        """What a node holds from now on, and what no longer."""
-        self.remove(event.name, event.removed)
-        self.add(event.name, event.added)
-        self.add(event.name, event.on_ssd, "ssd")
 
     def add(self, node: str, keys: Iterable[bytes], tier: Tier = "dram") -> None:
         """`node` holds `keys`, there and nowhere else."""

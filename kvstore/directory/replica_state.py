@@ -67,7 +67,9 @@ class ReplicaState:
             self.nodes.pop(event.name, None)
             self.index.forget(event.name)
         elif event.name in self.nodes:
-            self.index.change(event)
+            self.index.remove(event.name, event.removed)
+            self.index.add(event.name, event.added)
+            self.index.add(event.name, event.on_ssd, "ssd")
 
     def _differences(self, snapshot: list[WatchEvent]) -> list[WatchEvent]:
         nodes = {event.info.name: event.info for event in snapshot if isinstance(event, Joined)}

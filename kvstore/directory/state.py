@@ -39,6 +39,7 @@ class _Member:
     heard: float
     sequence: int
     num_free: int
+    is_draining: bool = False
 
 
 class DirectoryState:
@@ -86,7 +87,7 @@ class DirectoryState:
         member = self._member(beat.name, beat.epoch)
         if member is None:
             return False
-        member.heard, member.num_free = now, beat.num_free
+        member.heard, member.num_free, member.is_draining = now, beat.num_free, beat.is_draining
         return True
 
     def announce(self, news: Announce, now: float) -> bool:
@@ -97,7 +98,7 @@ class DirectoryState:
         member = self._member(news.name, news.epoch)
         if member is None:
             return False
-        member.heard, member.num_free = now, news.num_free
+        member.heard, member.num_free, member.is_draining = now, news.num_free, news.is_draining
         if news.sequence == member.sequence:
             return True
         if news.sequence != member.sequence + 1:
@@ -111,9 +112,10 @@ class DirectoryState:
         if self._index.num_keys(news.name) - len(gone) + len(new) > num_slots:
             raise InvalidError(f"node {news.name!r} announces more keys than its {num_slots} slots")
         member.sequence = news.sequence
-        change = KeysChanged(news.name, news.added, news.removed, news.on_ssd)
-        self._index.change(change)
-        self.log.append(change)
+        self._index.remove(news.name, news.removed)
+        self._index.add(news.name, news.added)
+        self._index.add(news.name, news.on_ssd, "ssd")
+        self.log.append(KeysChanged(news.name, news.added, news.removed, news.on_ssd))
         return True
 
     def leave(self, node: NodeId) -> None:
@@ -142,7 +144,7 @@ class DirectoryState:
     def nodes(self) -> list[NodeLoad]:
         """Every node with what it last said."""
         return [
-            NodeLoad(member.info, member.num_free, self._index.num_keys(name))
+            NodeLoad(member.info, member.num_free, self._index.num_keys(name), member.is_draining)
             for name, member in self._members.items()
         ]
 

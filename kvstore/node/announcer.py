@@ -92,7 +92,7 @@ class Announcer:
         if self._registered and time.monotonic() >= self._next_beat:
             self._heard(
                 self._stub.heartbeat(
-                    NodeBeat(self._info.name, self._info.epoch, self._store.num_free())
+                    NodeBeat(self._info.name, self._info.epoch, self._store.num_free(), self._store.draining)
                 ).known
             )
 
@@ -116,7 +116,14 @@ class Announcer:
             self._sequence += 1
             free = self._store.num_free()
             self._untold = Announce(
-                self._info.name, self._info.epoch, self._sequence, news.added, news.removed, free, news.on_ssd
+                self._info.name,
+                self._info.epoch,
+                self._sequence,
+                news.added,
+                news.removed,
+                free,
+                news.on_ssd,
+                self._store.draining,
             )
         self._heard(self._stub.announce(self._untold).known)
         self._untold = None

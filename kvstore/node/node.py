@@ -148,7 +148,8 @@ class Node:
         Those on SSD are read into DRAM first, which takes its time.
         """
         check_keys(keys)
-        return Lease(self._store, self.segment, *self._store.lease(keys, None))
+        handle, blocks = self._store.lease(keys, None)
+        return Lease(self._store, self.segment, handle, blocks, self._store.waiting(keys, blocks))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is here and whole. Asking neither pins it nor counts as a use."""

@@ -46,7 +46,8 @@ class NodeService:
     def lease(self, request: m.NodeKeys) -> m.LeaseReply:
         self._check_epoch(request.epoch)
         handle, blocks = self._store.lease(request.keys, self._lease_seconds)
-        return m.LeaseReply(handle, self._lease_seconds, [self._held(block) for block in blocks])
+        held = [self._held(block) for block in blocks]
+        return m.LeaseReply(handle, self._lease_seconds, held, self._store.waiting(request.keys, blocks))
 
     def release(self, request: m.HandleRequest) -> Empty:
         self._check_epoch(request.epoch)
@@ -64,6 +65,11 @@ class NodeService:
     def check(self, request: m.NodeKeys) -> m.Flags:
         self._check_epoch(request.epoch)
         return m.Flags(self._store.check(request.keys))
+
+    def drain(self, request: m.NodeDrain) -> Empty:
+        self._check_epoch(request.epoch)
+        self._store.draining = request.draining
+        return Empty()
 
     def stats(self, request: Empty) -> m.NodeStats:
         return m.NodeStats(self._store.stats())

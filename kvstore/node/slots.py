@@ -93,11 +93,12 @@ class SlotPool:
         expires: float = math.inf,
         *,
         elsewhere: Container[bytes] = (),
+        is_full: bool = False,
     ) -> ReserveOutcome:
         """Take a slot for each key that is neither here nor under write, evicting the least recently used.
 
         A key that is here counts as used, one that is held `elsewhere` as present too. No key of this very
-        call is evicted for a later one.
+        call is evicted for a later one. With `is_full` there is a slot for none.
         """
         self._uses += 1
         outcome = ReserveOutcome([], [], [])
@@ -108,7 +109,7 @@ class SlotPool:
                 if key in self._committed:
                     self._touch(self._committed[key], Stamp(self._uses, -index))
             elif not refusal:
-                slot = self._take_slot(outcome.evicted)
+                slot = None if is_full else self._take_slot(outcome.evicted)
                 if slot is None:
                     refusal = "no_room"
                 else:

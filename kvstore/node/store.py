@@ -88,6 +88,7 @@ class SlotStore:
         """`num_below`: how many objects a tier below may hold, to bound what is recorded of changes."""
         self.layout = layout
         self.changed = threading.Event()  # set when there is something to announce
+        self.draining = False  # nothing new is taken; what is here can be read
         self._bytes = memory.data
         self._generations = memory[: layout.num_slots * GENERATION_NBYTES].view("<u8")
         self._generations[:] = 0
@@ -106,10 +107,12 @@ class SlotStore:
         lease_seconds: float | None,
         *,
         elsewhere: Container[bytes] = (),
+        is_own: bool = False,
     ) -> tuple[int, ReserveOutcome]:
         """A new handle and, per key, a block to write; keys held `elsewhere` count as present.
 
-        Raises InvalidError for sizes out of range.
+        While the node drains, only its `is_own` business finds slots. Raises InvalidError for sizes out of
+        range.
         """
         if nbytes < 1 or part_nbytes < 1 or num_parts(nbytes, part_nbytes) > MAX_PARTS:
             raise InvalidError(
@@ -119,7 +122,13 @@ class SlotStore:
         with self._lock:
             now = self._begin()
             outcome = self._pool.reserve(
-                handle, keys, nbytes, part_nbytes, *due(now, lease_seconds), elsewhere=elsewhere
+                handle,
+                keys,
+                nbytes,
+                part_nbytes,
+                *due(now, lease_seconds),
+                elsewhere=elsewhere,
+                is_full=self.draining and not is_own,
             )
             self._evicted(outcome.evicted)
         return handle, outcome
@@ -181,6 +190,10 @@ class SlotStore:
             self._counters["hit"] += len(blocks) - blocks.count(None)
         return handle, blocks
 
+    def waiting(self, keys: Sequence[bytes], blocks: Sequence[Block | None]) -> list[int]:
+        """Of what `lease` did not give, the items that are here all the same: in a tier below."""
+        return []
+
     def release(self, handle: int) -> bool:
         """End a lease; False if it is over already."""
         with self._lock:
@@ -230,11 +243,14 @@ class SlotStore:
         with self._lock:
             self._begin()
             counted = {name: self._counters[name] for name in ("hit", "missed", "corrupt")}
-            return {**self._pool.stats(), **counted, "unannounced": len(self._changes)}
+            own = {"unannounced": len(self._changes), "is_draining": int(self.draining)}
+            return {**self._pool.stats(), **counted, **own}
 
     def num_free(self) -> int:
-        """Slots that hold nothing."""
-        return self.stats()["free"]
+        """Slots that hold nothing, and can be had."""
+        with self._lock:
+            self._begin()
+            return 0 if self.draining else self._pool.num_free
 
     def snapshot_needed(self) -> bool:
         """Whether changes are not recorded, or were too many to record."""

@@ -43,10 +43,13 @@ class TieredStore(SlotStore):
         lease_seconds: float | None,
         *,
         elsewhere: Container[bytes] | None = None,
+        is_own: bool = False,
     ) -> tuple[int, ReserveOutcome]:
         """What is on SSD is present."""
         elsewhere = self._ssd if elsewhere is None else elsewhere
-        handle, outcome = super().reserve(keys, nbytes, part_nbytes, lease_seconds, elsewhere=elsewhere)
+        handle, outcome = super().reserve(
+            keys, nbytes, part_nbytes, lease_seconds, elsewhere=elsewhere, is_own=is_own
+        )
         present = [key for key, why in zip(keys, outcome.refusals, strict=True) if why == "present"]
         if present:
             self._ssd.touch(present)
@@ -69,6 +72,11 @@ class TieredStore(SlotStore):
         if used:
             self._ssd.touch(used)
         return handle, blocks
+
+    def waiting(self, keys: Sequence[bytes], blocks: Sequence[Block | None]) -> list[int]:
+        """Those on SSD for which there was no slot or no time."""
+        items = enumerate(zip(keys, blocks, strict=True))
+        return [index for index, (key, block) in items if block is None and key in self._ssd]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """In either tier."""
@@ -223,7 +231,7 @@ class TieredStore(SlotStore):
         put = self._ssd.describe(key)
         if put is None:
             return None
-        handle, outcome = self.reserve([key], put.nbytes, put.part_nbytes, None, elsewhere=())
+        handle, outcome = self.reserve([key], put.nbytes, put.part_nbytes, None, elsewhere=(), is_own=True)
         block = outcome.blocks[0]
         if block is None:  # no slot for it now; or it has come meanwhile
             return self._hold([key])

@@ -120,12 +120,18 @@ def test_with_all_slots_leased_an_object_on_ssd_is_a_miss_that_costs_nobody_his_
     assert home.get(keys[:2]) == data[:2]
 
 
-def test_a_lease_of_more_than_dram_holds_keeps_what_it_has(cluster, ssd):
+def test_a_lease_of_more_than_dram_holds_keeps_what_it_has_and_a_get_takes_turns(cluster, ssd):
     store = cluster.node("a", ssd=ssd)
+    home, far = cluster.client(store), cluster.client()
     keys, data = blocks(20)
-    fill(store, cluster.client(store), keys, data)
+    fill(store, home, keys, data)
+    assert home.get(keys) == data
+    cluster.settle()
+    assert far.get(keys) == data
+    assert far.counters()["stale"] == 0
     with store.node.lease(keys) as lease:
         assert lease.held.count(True) == NUM_SLOTS
+        assert lease.waiting == [index for index, held in enumerate(lease.held) if not held]
         for index, held in enumerate(lease.held):
             if held:
                 assert bytes(lease.view(index)) == data[index]
