@@ -5,7 +5,7 @@ Block bytes never travel here.
 Directory: `register` → `heartbeat` and `announce`, again and again → `leave`;
            `lookup` and `nodes` ask; `watch` streams.
 Node:      `reserve` → one-sided WRITE → `commit` (or `abort`); `lease` → one-sided READ → `release`;
-           `exists`, `remove`, `check`, `drain`, `stats`.
+           `exists`, `remove`, `check`, `drain`, `drop_namespace`, `stats`.
 Every node call carries the epoch of the node it is meant for: another epoch is a StaleError.
 """
 
@@ -35,6 +35,7 @@ Sequence = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 ObjectSize = Annotated[int, Meta(ge=1, le=MAX_OBJECT_NBYTES)]
+Namespace = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._:-]*$")]
 Crc = Annotated[int, Meta(ge=0, lt=2**32)]
 Crcs = Annotated[list[Crc], Meta(max_length=MAX_PARTS)]
 Tier = Literal["dram", "ssd"]
@@ -182,6 +183,7 @@ class NodeReserve(msgspec.Struct, frozen=True):
     keys: Keys
     nbytes: ObjectSize
     part_nbytes: ObjectSize
+    namespace: Namespace = ""  # by which all of them can be removed together
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -239,6 +241,7 @@ class HeldBlock(msgspec.Struct, frozen=True):
     nbytes: ObjectSize
     part_nbytes: ObjectSize
     crcs: Crcs
+    namespace: Namespace = ""
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
@@ -256,8 +259,18 @@ class NodeDrain(msgspec.Struct, frozen=True):
     draining: bool
 
 
+class NodeNamespace(msgspec.Struct, frozen=True):
+    epoch: Epoch
+    namespace: Namespace
+
+
+class Counted(msgspec.Struct, frozen=True):
+    count: Count
+
+
 class NodeStats(msgspec.Struct, frozen=True):
     stats: dict[str, int]
+    namespaces: dict[str, int]  # objects of each, in both tiers
 
 
 DIRECTORY = Service(
@@ -288,6 +301,8 @@ NODE = Service(
         # the node compares its own bytes with their crcs; damaged ones are removed
         "check": Method(NodeKeys, Flags),
         "drain": Method(NodeDrain, Empty),
+        # removes every object of a namespace; how many there were
+        "drop_namespace": Method(NodeNamespace, Counted),
         "stats": Method(Empty, NodeStats),
     },
 )

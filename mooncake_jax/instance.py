@@ -97,6 +97,7 @@ class EngineInstance:
                 engine.format.nbytes,
                 ssd_path=config.ssd_path,
                 ssd_nbytes=config.ssd_nbytes,
+                namespace=engine.fingerprint.hex(),
             )
             self.home = Node(node_config, self.transfer)
             stack.callback(self.home.close)

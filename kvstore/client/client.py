@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.arguments import all_as_bytes, check_keys
+from kvstore.arguments import all_as_bytes, check_keys, check_namespace
 from kvstore.client.copier import Copier
 from kvstore.client.locator import Locator
 from kvstore.client.peers import Peers
@@ -16,7 +16,7 @@ from kvstore.client.remote_put import PutResult, put_on
 from kvstore.client.replicas import ChangeResult, Replicas
 from kvstore.directory.replica import DirectoryReplica
 from kvstore.errors import InvalidError, NotFoundError, StoreError
-from kvstore.messages import MAX_BATCH_KEYS, NodeInfo, NodeKeys
+from kvstore.messages import MAX_BATCH_KEYS, NodeInfo, NodeKeys, NodeNamespace
 from kvstore.node.node import Node
 from kvstore.transfer import TransferEngine
 
@@ -41,7 +41,11 @@ class Client:
         engine: TransferEngine,
         home: Node | None = None,
         timeout_seconds: float = 10.0,
+        namespace: str = "",
     ):
+        """`namespace` is that of what it puts: all of it can be removed together (`drop_namespace`)."""
+        check_namespace(namespace)
+        self._namespace = namespace
         self.replica = DirectoryReplica(directory_address)
         self._engine = engine
         self._home = home
@@ -155,6 +159,16 @@ class Client:
             for info in some:
                 self._locator.note(key, info.name, present=False)
         return _either(here, elsewhere)
+
+    def drop_namespace(self, namespace: str) -> int:
+        """Remove every object of a namespace from every node that can be reached; how many there were."""
+        check_namespace(namespace)
+
+        def drop(info: NodeInfo, _: list[int]) -> int:
+            return self._peers.stub(info).drop_namespace(NodeNamespace(info.epoch, namespace)).count
+
+        nodes: list[tuple[NodeInfo, list[int]]] = [(info, []) for info in self._locator.nodes()]
+        return sum(count or 0 for _, count in self._peers.each(nodes, drop))
 
     def change_replica(
         self, keys: Sequence[bytes], *, num: int | None = None, add: str = "", drop: str = ""
@@ -302,7 +316,7 @@ class Client:
     def _put_home(
         self, home: Node, keys: list[bytes], views: list[memoryview], part_nbytes: int
     ) -> list[PutResult]:
-        with home.reserve(keys, len(views[0]), part_nbytes) as reservation:
+        with home.reserve(keys, len(views[0]), part_nbytes, namespace=self._namespace) as reservation:
             accepted = [index for index, yes in enumerate(reservation.accepted) if yes]
             pairs = [(reservation.buffer(index), views[index]) for index in accepted]
             for index, crcs in zip(accepted, self._copier.copy_parts(pairs, part_nbytes), strict=True):
@@ -355,6 +369,7 @@ class Client:
                 stub=self._peers.stub(info),
                 engine=self._engine,
                 deadline=deadline,
+                namespace=self._namespace,
             )
         for key, result in zip(keys, results, strict=True):
             if result in ("stored", "present"):

@@ -72,6 +72,10 @@ class RemoteLease:
         """Bytes that one crc32 of a leased object covers."""
         return self._block(index).part_nbytes
 
+    def namespace(self, index: int) -> str:
+        """That of a leased object."""
+        return self._block(index).namespace
+
     def read(
         self,
         indices: Sequence[int],

@@ -197,16 +197,19 @@ class Replicas:
         while left:
             deadline = time.monotonic() + self._timeout_seconds
             with self._lease(source, [keys[index] for index in left], _NODE_SECONDS) as lease:
-                groups: dict[tuple[int, int], list[int]] = {}
+                groups: dict[tuple[int, int, str], list[int]] = {}
                 for item in (item for item, held in enumerate(lease.held) if held):
-                    groups.setdefault((lease.nbytes(item), lease.part_nbytes(item)), []).append(item)
-                for (nbytes, part_nbytes), items in groups.items():
+                    alike = lease.nbytes(item), lease.part_nbytes(item), lease.namespace(item)
+                    groups.setdefault(alike, []).append(item)
+                for (nbytes, part_nbytes, namespace), items in groups.items():
                     buffers = [row.data for row in np.empty((len(items), nbytes), np.uint8)]
                     right = lease.try_read(items, 0, nbytes, buffers, deadline - time.monotonic())
                     good = [place for place, ok in enumerate(right) if ok]
                     indices = [left[items[place]] for place in good]
                     some = [buffers[place] for place in good]
-                    answers = self._put(target, [keys[i] for i in indices], some, part_nbytes, deadline)
+                    answers = self._put(
+                        target, [keys[i] for i in indices], some, part_nbytes, namespace, deadline
+                    )
                     for index, answer in zip(indices, answers, strict=True):
                         results[index] = answer
             left = [left[item] for item in lease.waiting] if groups else []
@@ -218,13 +221,21 @@ class Replicas:
         keys: list[bytes],
         buffers: list[memoryview],
         part_nbytes: int,
+        namespace: str,
         deadline: float,
     ) -> list[ChangeResult]:
         if not keys:
             return []
         stub = self._peers.stub(target)
         answers = put_on(
-            target, keys, buffers, part_nbytes, stub=stub, engine=self._engine, deadline=deadline
+            target,
+            keys,
+            buffers,
+            part_nbytes,
+            stub=stub,
+            engine=self._engine,
+            deadline=deadline,
+            namespace=namespace,
         )
         results: list[ChangeResult] = [_OF_PUT[answer] for answer in answers]
         for key, result in zip(keys, results, strict=True):

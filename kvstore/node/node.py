@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.arguments import check_keys
+from kvstore.arguments import check_keys, check_namespace
 from kvstore.errors import InvalidError
 from kvstore.messages import NODE, NodeInfo
 from kvstore.node.announcer import Announcer
@@ -33,6 +33,7 @@ class NodeConfig:
 
     `lease_seconds` is how long a client elsewhere may read or write before it must be done. With `ssd_path`,
     a folder of this node's own, there is an SSD tier, which never takes more than `ssd_nbytes` of disk.
+    `namespace` is that of objects put in this process, unless the put says another.
     """
 
     name: str
@@ -42,12 +43,14 @@ class NodeConfig:
     lease_seconds: float = 10.0
     ssd_path: str = ""
     ssd_nbytes: int = 0
+    namespace: str = ""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", self.name):
             raise InvalidError(
                 f"node name {self.name!r}: expected 1 to 80 letters, digits, dots, dashes, underscores"
             )
+        check_namespace(self.namespace)
         if not 0 < self.lease_seconds <= 3600:
             raise InvalidError(f"lease_seconds must be above 0 and at most 3600, got {self.lease_seconds}")
         SlotLayout.fitting(self.dram_nbytes, self.slot_nbytes)
@@ -131,7 +134,9 @@ class Node:
         """Write what is in DRAM only to SSD now; False if not all of it is there in time."""
         return self._spiller is not None and self._spiller.flush(timeout_seconds)
 
-    def reserve(self, keys: Sequence[bytes], nbytes: int, part_nbytes: int) -> Reservation:
+    def reserve(
+        self, keys: Sequence[bytes], nbytes: int, part_nbytes: int, *, namespace: str = ""
+    ) -> Reservation:
         """Slots for objects of `nbytes` bytes with a crc32 per `part_nbytes`.
 
         Least recently used objects give way, leased and reserved slots never. Per item: accepted, or a reason:
@@ -139,7 +144,8 @@ class Node:
         InvalidError for bad keys or sizes.
         """
         check_keys(keys)
-        handle, outcome = self._store.reserve(keys, nbytes, part_nbytes, None)
+        namespace = namespace or self.config.namespace
+        handle, outcome = self._store.reserve(keys, nbytes, part_nbytes, None, namespace=namespace)
         return Reservation(self._store, self.segment, handle, outcome)
 
     def lease(self, keys: Sequence[bytes]) -> Lease:

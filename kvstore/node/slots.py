@@ -36,6 +36,7 @@ class Block:
     generation: int
     nbytes: int
     part_nbytes: int
+    namespace: str = ""
     crcs: tuple[int, ...] = ()
     stamp: Stamp = _NEVER_USED
     num_writes: int = 0  # arriving from elsewhere
@@ -92,6 +93,7 @@ class SlotPool:
         part_nbytes: int,
         expires: float = math.inf,
         *,
+        namespace: str = "",
         elsewhere: Container[bytes] = (),
         is_full: bool = False,
     ) -> ReserveOutcome:
@@ -114,7 +116,7 @@ class SlotPool:
                     refusal = "no_room"
                 else:
                     generation = self._next_generation(slot, odd=True)
-                    block = Block(key, handle, slot, generation, nbytes, part_nbytes)
+                    block = Block(key, handle, slot, generation, nbytes, part_nbytes, namespace)
                     writing.blocks[index] = self._written[key] = self._written_slots[slot] = block
             outcome.blocks.append(block)
             outcome.refusals.append(refusal)
@@ -294,6 +296,10 @@ class SlotPool:
     def keys(self) -> list[bytes]:
         """Every visible key."""
         return list(self._committed)
+
+    def namespaces(self) -> dict[bytes, str]:
+        """The namespace of every visible key."""
+        return {key: block.namespace for key, block in self._committed.items()}
 
     def stats(self) -> dict[str, int]:
         """Slots by state (free, reserved, draining, committed, removed; `slots` in all), leases, evictions."""

@@ -75,7 +75,7 @@ class Spiller:
 
     def _write(self, block: Block) -> Staged | None:
         data = self._store.view(block).toreadonly()
-        staged = self._ssd.stage(block.key, data, block.part_nbytes, block.crcs)
+        staged = self._ssd.stage(block.key, data, block.part_nbytes, block.crcs, block.namespace)
         if staged is not None and not self._store.is_unchanged(block):
             self._ssd.discard([staged])
             return None

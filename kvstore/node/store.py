@@ -106,6 +106,7 @@ class SlotStore:
         part_nbytes: int,
         lease_seconds: float | None,
         *,
+        namespace: str = "",
         elsewhere: Container[bytes] = (),
         is_own: bool = False,
     ) -> tuple[int, ReserveOutcome]:
@@ -127,6 +128,7 @@ class SlotStore:
                 nbytes,
                 part_nbytes,
                 *due(now, lease_seconds),
+                namespace=namespace,
                 elsewhere=elsewhere,
                 is_full=self.draining and not is_own,
             )
@@ -213,6 +215,16 @@ class SlotStore:
             removed = [self._pool.remove(key) for key in keys]
             self._record(removed=[key for key, gone in zip(keys, removed, strict=True) if gone])
         return removed
+
+    def namespaces(self) -> dict[bytes, str]:
+        """The namespace of every key that is here."""
+        with self._lock:
+            self._begin()
+            return self._pool.namespaces()
+
+    def drop_namespace(self, namespace: str) -> int:
+        """Remove every object of a namespace; how many there were."""
+        return sum(self.remove([key for key, its in self.namespaces().items() if its == namespace]))
 
     def check(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is here and its bytes match their crcs; damaged ones are removed and counted."""

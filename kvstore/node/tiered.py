@@ -42,13 +42,20 @@ class TieredStore(SlotStore):
         part_nbytes: int,
         lease_seconds: float | None,
         *,
+        namespace: str = "",
         elsewhere: Container[bytes] | None = None,
         is_own: bool = False,
     ) -> tuple[int, ReserveOutcome]:
         """What is on SSD is present."""
         elsewhere = self._ssd if elsewhere is None else elsewhere
         handle, outcome = super().reserve(
-            keys, nbytes, part_nbytes, lease_seconds, elsewhere=elsewhere, is_own=is_own
+            keys,
+            nbytes,
+            part_nbytes,
+            lease_seconds,
+            namespace=namespace,
+            elsewhere=elsewhere,
+            is_own=is_own,
         )
         present = [key for key, why in zip(keys, outcome.refusals, strict=True) if why == "present"]
         if present:
@@ -95,6 +102,10 @@ class TieredStore(SlotStore):
             self._record(removed=gone)
             self._settle()
         return removed
+
+    def namespaces(self) -> dict[bytes, str]:
+        """In both tiers."""
+        return {**self._ssd.namespaces(), **super().namespaces()}
 
     def begin_spill(self, limit: int, *, everything: bool = False) -> list[Block]:
         """At most `limit` objects to write to SSD, the oldest first; tell `end_spill` what became of them.
@@ -231,7 +242,9 @@ class TieredStore(SlotStore):
         put = self._ssd.describe(key)
         if put is None:
             return None
-        handle, outcome = self.reserve([key], put.nbytes, put.part_nbytes, None, elsewhere=(), is_own=True)
+        handle, outcome = self.reserve(
+            [key], put.nbytes, put.part_nbytes, None, namespace=put.namespace, elsewhere=(), is_own=True
+        )
         block = outcome.blocks[0]
         if block is None:  # no slot for it now; or it has come meanwhile
             return self._hold([key])

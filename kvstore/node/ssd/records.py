@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.block import KEY_NBYTES
-from kvstore.messages import MAX_OBJECT_NBYTES, MAX_PARTS
+from kvstore.messages import MAX_OBJECT_NBYTES, MAX_PARTS, Namespace
 
 VERSION = 1
 _FRAME = struct.Struct("<II")
@@ -38,6 +38,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     nbytes: _Nbytes
     part_nbytes: _Nbytes
     crcs: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...], Meta(max_length=MAX_PARTS)]
+    namespace: Namespace = ""
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="d"):

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from kvstore.errors import InvalidError
 from kvstore.node.ssd.catalog import Catalog
 from kvstore.node.ssd.journal import Journal
@@ -137,6 +139,11 @@ class SsdTier:
         with self._changed:
             return self._catalog.keys()
 
+    def namespaces(self) -> dict[bytes, str]:
+        """The namespace of every key."""
+        with self._changed:
+            return {entry.put.key: entry.put.namespace for entry in self._catalog.entries()}
+
     def describe(self, key: bytes) -> Put | None:
         """Size, parts and crcs of an object."""
         entry = self._catalog.get(key)
@@ -147,12 +154,15 @@ class SsdTier:
         """Whether writing is worth a try now."""
         return not self._failed and not self._closed and self._clock() >= self._rest_until
 
-    def stage(self, key: bytes, data: memoryview, part_nbytes: int, crcs: Sequence[int]) -> Staged | None:
+    def stage(
+        self, key: bytes, data: memoryview, part_nbytes: int, crcs: Sequence[int], namespace: str = ""
+    ) -> Staged | None:
         """Write an object into a slot; the least recently used one gives way. None when that fails.
 
         End it with `publish` or `discard`.
         """
-        nbytes = len(frame(Put(key, self.num_slots, len(data), part_nbytes, tuple(crcs))))
+        widest = Put(key, self.num_slots, len(data), part_nbytes, tuple(crcs), namespace)
+        nbytes = len(frame(widest))
         with self._changed:
             slot = self._make_room(nbytes) if self.accepts and len(data) <= self._stride else None
             if slot is None:
@@ -165,7 +175,7 @@ class SsdTier:
                 self._give_back(slot)
                 self._rest(error)
             return None
-        return Staged(Put(key, slot, len(data), part_nbytes, tuple(crcs)))
+        return Staged(msgspec.structs.replace(widest, slot=slot))
 
     def sync(self) -> None:
         """What was staged is on the device; it leaves the page cache, which would hold it a second time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -228,17 +229,17 @@ def test_an_object_removed_while_it_is_written_does_not_come_back(cluster, ssd, 
 
 
 def test_a_lease_from_elsewhere_is_answered_before_a_slow_disk_is(cluster, ssd, monkeypatch):
-    store = cluster.node("a", ssd=ssd, lease_seconds=0.4)  # a quarter of which the disk may take
+    store = cluster.node("a", ssd=ssd)  # of whose time the disk may take 1 s
     keys, data = blocks(20)
     fill(store, cluster.client(store), keys, data)
-    late, clock, preadv = [0.0], store.node._store._clock, os.preadv
+    now, preadv = [time.monotonic()], os.preadv
 
     def slow(*args) -> int:
-        late[0] += 0.06
+        now[0] += 0.6
         return preadv(*args)
 
     monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr(store.node._store, "_clock", lambda: clock() + late[0])
+    monkeypatch.setattr(store.node._store, "_clock", lambda: now[0])
     (handler,) = [handler for _, handler in store.node.handlers()]
     reply = handler.lease(m.NodeKeys(store.node.epoch, keys[:6]))
     assert [held is not None for held in reply.held] == [True] * 2 + [False] * 4
