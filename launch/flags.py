@@ -43,6 +43,12 @@ _SHARED: dict[str, Callable[[], Any]] = {
     "dram_bytes": lambda: flags.DEFINE_integer(
         "dram_bytes", 512 << 20, "DRAM for KV blocks of the store node, in bytes.", 1
     ),
+    "ssd_path": lambda: flags.DEFINE_string(
+        "ssd_path", "", "Folder of its own for the store node's SSD tier; no such tier if empty."
+    ),
+    "ssd_nbytes": lambda: flags.DEFINE_integer(
+        "ssd_nbytes", 0, "The most that --ssd_path may take on disk, in bytes.", 0
+    ),
     "cores": lambda: flags.DEFINE_list("cores", [], "CPU cores to run on, such as 0,1; all if empty."),
     "compile_cache": lambda: flags.DEFINE_string(
         "compile_cache", "", "Folder to keep compiled programs in, shared by processes; none if empty."

@@ -28,6 +28,8 @@ ENGINE_FLAGS = (
     "dtype",
     "max_tokens",
     "dram_bytes",
+    "ssd_path",
+    "ssd_nbytes",
     "cores",
     "compile_cache",
 )
@@ -68,5 +70,7 @@ def instance_config() -> InstanceConfig:
         host=FLAGS.host,
         port=FLAGS.port,
         dram_nbytes=FLAGS.dram_bytes,
+        ssd_path=FLAGS.ssd_path,
+        ssd_nbytes=FLAGS.ssd_nbytes,
         **transfer_rails(),
     )

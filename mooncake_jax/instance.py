@@ -45,6 +45,8 @@ class InstanceConfig:
     host: str = "127.0.0.1"
     port: int = 0
     dram_nbytes: int = 256 << 20  # the home node's
+    ssd_path: str = ""  # folder of the home node's SSD tier, if it has one
+    ssd_nbytes: int = 0
     heartbeat_seconds: float = 1.0
     ready_seconds: float = 1800.0  # the most that warm-up may take
     transfer_timeout_seconds: float = 10.0
@@ -92,7 +94,15 @@ class EngineInstance:
                 topology=config.topology,
             )
             stack.callback(self.transfer.close)
-            node_config = NodeConfig(config.name, config.host_id, config.dram_nbytes, engine.format.nbytes)
+            node_config = NodeConfig(
+                config.name,
+                config.host_id,
+                config.dram_nbytes,
+                engine.format.nbytes,
+                ssd_path=config.ssd_path,
+                ssd_nbytes=config.ssd_nbytes,
+                namespace=engine.fingerprint.hex(),
+            )
             self.home = Node(node_config, self.transfer)
             stack.callback(self.home.close)
             self.client = Client(config.directory_address, engine=self.transfer, home=self.home)
