@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvstore.errors import InvalidError
+from mooncake_jax.conductor.decision import Link
 
 Cost = Annotated[float, Meta(ge=0.0, le=1e9)]
 Rate = Annotated[float, Meta(gt=0.0)]
@@ -57,9 +59,25 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         saved_per_token = self.prefill_seconds_per_token - self.prefill_seconds_per_prefix_token
         return whole - num_prefix * (saved_per_token + seconds_per_square * num_prefix)
 
+    def prefill_seconds_by_blocks(self, num_tokens: int, block_tokens: int, num_blocks: int) -> np.ndarray:
+        """`[num_blocks + 1]`: `prefill_seconds` by the number of reused blocks."""
+        length = 1 << num_blocks.bit_length()
+        saved = _saved_seconds(
+            self.prefill_seconds_per_token - self.prefill_seconds_per_prefix_token,
+            0.5 * self.prefill_seconds_per_pair,
+            block_tokens,
+            length,
+        )
+        return self.prefill_seconds(num_tokens, 0.0) - saved[: num_blocks + 1]
+
     def transfer_seconds(self, nbytes: Number) -> Number:
         """EstimateKVCacheTransferTime: `nbytes` from one other node."""
         return self.transfer_base_seconds + nbytes * (1.0 / self.transfer_nbytes_per_second)
+
+    @property
+    def idle_link(self) -> Link:
+        """`transfer_seconds` as a link, from a sender that sends nothing else."""
+        return Link(self.transfer_base_seconds, 1.0 / self.transfer_nbytes_per_second)
 
     def queue_seconds(self, queued_tokens: int, tokens_per_second: float, factor: float) -> float:
         """Time for `queued_tokens` at an instance's measured rate or (rate 0) the modelled one."""
@@ -84,10 +102,19 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InvalidError(f"cost model {path}: {error}") from error
 
 
+@lru_cache(maxsize=64)
+def _saved_seconds(
+    seconds_per_token: float, seconds_per_square: float, block_tokens: int, length: int
+) -> np.ndarray:
+    prefix = np.arange(0.0, length * block_tokens, block_tokens)
+    saved = prefix * (seconds_per_token + seconds_per_square * prefix)
+    saved.flags.writeable = False
+    return saved
+
+
 class PrefillForecast(NamedTuple):
     """One request at each prefill instance, `[P]`; TTFT is the sum of the three times."""
 
-    prefix_blocks: np.ndarray  # reused blocks, local or fetched
     fetch: np.ndarray  # bool: the prefix comes from the best holder
     transfer_seconds: np.ndarray
     queue_seconds: np.ndarray
