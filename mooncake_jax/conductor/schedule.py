@@ -19,7 +19,9 @@ the transfer is shorter than the prefill time that it saves, per instance, and n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from mooncake_jax.conductor import admission
@@ -74,6 +76,27 @@ def schedule(
             decision, "tbt_slo", admission.tbt_retry_seconds(decode, request, decode_open, config)
         )
     return decision  # 22
+
+
+def shortest_ttfts(
+    view: ClusterView,
+    request: RequestFeatures,
+    match: PrefixLengths,
+    config: ScheduleConfig,
+    *,
+    thresholds: Sequence[float],
+    now: float,
+) -> list[float]:
+    """What line 15 would come to with each of `thresholds`, under policy `global`; [] when no instance is open."""
+    takes = open_prefill(view.prefill, request, config) if view.prefill.rows else np.zeros(0, bool)
+    if not takes.any():
+        return []
+    seconds = []
+    for threshold in thresholds:
+        with_it = msgspec.structs.replace(config, balancing_threshold=threshold)
+        forecast = forecast_prefill(view.prefill, request, match, with_it, now=now, fetches="by_ratio")
+        seconds.append(float(forecast.ttft_seconds[takes].min()))
+    return seconds
 
 
 def forecast_prefill(

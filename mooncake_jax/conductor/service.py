@@ -130,6 +130,7 @@ class ConductorService:
                 instances=[instance.info for instance in instances],
                 loads=[instance.load for instance in instances],
                 num_bookings=len(self._conductor.bookings),
+                metrics=self._conductor.metrics,
             )
 
     def status(self, _: Empty) -> RoleStatus:
