@@ -106,6 +106,50 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}  # the Conductor's own: how far its forecasts are off, its threshold
 
 
+class ExplainRequest(msgspec.Struct, frozen=True):
+    """Why did this request go where it went?"""
+
+    request_id: Name
+
+
+class ConsideredPrefill(msgspec.Struct, frozen=True):
+    """One prefill instance at the time of a decision."""
+
+    name: str
+    own_blocks: Count  # of the prompt, in its home node or soon there
+    fetches: bool  # it would have fetched the best prefix
+    transfer_seconds: float
+    queue_seconds: float
+    prefill_seconds: float
+    verdict: str  # "chosen", or why not
+
+
+class ConsideredDecode(msgspec.Struct, frozen=True):
+    """One decode instance at the time of a decision."""
+
+    name: str
+    num_requests: Count
+    kv_tokens: Count
+    tbt_seconds: float  # after joining
+    verdict: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """A decision with its reasons."""
+
+    request_id: str
+    outcome: str  # "placed", or why it was refused
+    policy: str
+    balancing_threshold: float
+    num_tokens: Count
+    max_tokens: Count
+    best_blocks: Count
+    holder: str  # of the best prefix
+    retry_after_seconds: float
+    prefill: list[ConsideredPrefill]
+    decode: list[ConsideredDecode]
+
+
 class RoleStatus(msgspec.Struct, frozen=True):
     """The books of a role: every entry is back at its start value when the role is idle."""
 
@@ -123,6 +167,7 @@ CONDUCTOR = Service(
         ),  # RefusedError: SLO out of reach (429); UnavailableError: no instance (503)
         "end": Method(RequestEnd, Empty),
         "cluster": Method(Empty, ClusterInfo),
+        "explain": Method(ExplainRequest, Explanation),  # NotFoundError: not among the last decisions
         "status": Method(Empty, RoleStatus),
     },
 )

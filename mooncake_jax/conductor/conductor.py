@@ -7,6 +7,7 @@ changes, so nothing can drift.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
 from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord, LoggedLink
 from mooncake_jax.conductor.expected import ExpectedBlocks
+from mooncake_jax.conductor.explain import explain_record, table
 from mooncake_jax.conductor.instances import Instances, Registered
 from mooncake_jax.conductor.links import Links
 from mooncake_jax.conductor.schedule import schedule, shortest_ttfts
@@ -33,6 +35,7 @@ from mooncake_jax.request import Placement, Request
 
 _FREE_PREFILL = PrefillRow("", False, 0, 1, 0, 0.0, 1.0)
 _FREE_DECODE = DecodeRow("", False, 0, 1, 0, 0, 0, 0)
+log = logging.getLogger(__name__)
 _THRESHOLD_SAMPLE = 4  # one request in so many teaches the automatic threshold
 
 
@@ -126,22 +129,23 @@ class Conductor:
         self.expected.expire(now)
         features, lengths, draws, decision = self.decide(request, keys, held, avoid=avoid, now=now)
         threshold = self.schedule_config.balancing_threshold
-        self.log.append(
-            DecisionRecord(
-                request_id=request.request_id,
-                now=now,
-                version=self.view.version,
-                changes=self.view.take_changes(),
-                request=features,
-                local=lengths.local.tolist(),
-                best=lengths.best,
-                holder=lengths.holder,
-                link=LoggedLink.of(lengths.link),
-                balancing_threshold=None if threshold == math.inf else threshold,
-                draws=draws,
-                decision=decision,
-            )
+        record = DecisionRecord(
+            request_id=request.request_id,
+            now=now,
+            version=self.view.version,
+            changes=self.view.take_changes(),
+            request=features,
+            local=lengths.local.tolist(),
+            best=lengths.best,
+            holder=lengths.holder,
+            link=LoggedLink.of(lengths.link),
+            balancing_threshold=None if threshold == math.inf else threshold,
+            draws=draws,
+            decision=decision,
         )
+        self.log.append(record)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", table(explain_record(self.schedule_config, record, self.view)))
         self._learn_threshold(features, lengths, now)
         if decision.outcome != "placed":
             raise admission.refusal(decision, features, self.view, self.config.schedule)
