@@ -172,7 +172,11 @@ def constants(
         "prefill_base_seconds": Constant(base, measured),
         "prefill_seconds_per_token": Constant(per_token, measured),
         "prefill_seconds_per_pair": Constant(per_pair, measured),
-        "load_nbytes_per_second": Constant(kv_nbytes / max(per_prefix_token, kv_nbytes * 1e-15), measured),
+        "prefill_seconds_per_prefix_token": Constant(per_prefix_token, measured),
+        "load_nbytes_per_second": Constant(
+            kv_nbytes / max(per_prefix_token, kv_nbytes * 1e-15),
+            "kv_nbytes / prefill_seconds_per_prefix_token",
+        ),
         "ssd_nbytes_per_second": Constant(5e8, assumed),
         "nic_nbytes_per_second": Constant(transfer[1], f"{measured}, TCP over loopback"),
         "transfer_base_seconds": Constant(transfer[0], f"{measured}, TCP over loopback"),
