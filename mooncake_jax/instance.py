@@ -22,6 +22,7 @@ from mooncake_jax.engine.contract import DecodeEngine, PrefillEngine
 from mooncake_jax.membership import Membership
 from mooncake_jax.messages import DECODE, PREFILL, InstanceInfo, Role
 from mooncake_jax.prefill.config import PrefillConfig
+from mooncake_jax.prefill.fetch_times import FetchTimes
 from mooncake_jax.prefill.job import KVPaths
 from mooncake_jax.prefill.service import PrefillService
 from mooncake_jax.prefill.worker import PrefillWorker
@@ -162,7 +163,7 @@ def start_prefill(config: InstanceConfig, engine: PrefillEngine, role: PrefillCo
             engine.attach(slots)
         worker = PrefillWorker(engine, role)
         stack.callback(worker.close)
-        paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer)
+        paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer, FetchTimes())
         service = PrefillService(config.name, ports.transfer.peer.epoch, engine, worker, paths)
         return _Parts("prefill", PREFILL, service, worker.wait_ready, role.max_queue)
 
