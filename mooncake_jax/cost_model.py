@@ -33,7 +33,8 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     prefill_base_seconds: Cost
     prefill_seconds_per_token: Cost  # linear layers, per computed token
     prefill_seconds_per_pair: Cost  # attention, per (query, key) pair
-    load_nbytes_per_second: Positive  # reused KV, from DRAM into the device
+    prefill_seconds_per_prefix_token: Cost  # of loading reused KV, what computation does not hide
+    load_nbytes_per_second: Positive  # KV from DRAM into the device
     ssd_nbytes_per_second: Positive  # from SSD into DRAM
     nic_nbytes_per_second: Positive  # all NICs of a node, each way
     transfer_base_seconds: Cost
@@ -51,6 +52,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             self.prefill_base_seconds
             + self.prefill_seconds_per_token * (num_tokens - num_prefix)
             + self.prefill_seconds_per_pair * pairs
+            + self.prefill_seconds_per_prefix_token * num_prefix
         )
 
     def step_seconds(self, batch: Number, kv_tokens: Number) -> Number:
@@ -77,7 +79,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return int(self.hbm_kv_nbytes / self.kv_nbytes_per_token)
 
     def estimator(self) -> CostModel:
-        """The Conductor's estimators of this node: the same polynomials, reuse charged with its load.
+        """The Conductor's estimators of this node: the same polynomials.
 
         Raises InvalidError when a batch of one costs less than each further request: the Conductor's base is
         that of an empty batch.
@@ -92,7 +94,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             prefill_base_seconds=self.prefill_base_seconds,
             prefill_seconds_per_token=self.prefill_seconds_per_token,
             prefill_seconds_per_pair=self.prefill_seconds_per_pair,
-            prefill_seconds_per_prefix_token=self.kv_nbytes_per_token / self.load_nbytes_per_second,
+            prefill_seconds_per_prefix_token=self.prefill_seconds_per_prefix_token,
             transfer_base_seconds=self.transfer_base_seconds,
             transfer_nbytes_per_second=self.nic_nbytes_per_second,
             tbt_base_seconds=base,

@@ -48,9 +48,10 @@ def test_the_polynomials_and_the_conductors_are_the_same():
     num_tokens, prefix = 10_000.0, np.array([0.0, 512.0, 9_728.0])
     np.testing.assert_allclose(
         estimator.prefill_seconds(num_tokens, prefix),
-        costs.prefill_seconds(np.full(3, num_tokens), prefix) + costs.load_seconds(prefix),
+        costs.prefill_seconds(np.full(3, num_tokens), prefix),
     )
     assert estimator.tbt_seconds(5.0, 40_000.0) == pytest.approx(costs.step_seconds(5, 40_000))
+    assert costs.load_seconds(93e9 / costs.kv_nbytes_per_token) == pytest.approx(1.0)
     assert costs.step_seconds(1, 0) == costs.decode_base_seconds
     assert estimator.transfer_seconds(87e9) == pytest.approx(1.002)
 
