@@ -139,7 +139,7 @@ class Cluster:
         draw = self._random
         local, best, holder = self.caches.match(keys, draw())
         decision = schedule(
-            self.books.view,
+            self.books.view(),
             RequestFeatures(num_tokens, workload.num_outputs[request], BLOCK_TOKENS, self._block_nbytes),
             PrefixLengths(local, best, ""),
             self._schedule,

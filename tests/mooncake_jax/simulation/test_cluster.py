@@ -53,7 +53,7 @@ def test_every_request_finishes_and_nothing_stays_booked(costs, make_workload, p
     cluster = Cluster(config(costs, policy=policy, discipline=discipline, dram_tokens=60_000), workload)
     outcomes = cluster.run()
     assert outcomes.finished.all()
-    view = cluster.books.view
+    view = cluster.books.view()
     for column in (view.prefill.num_requests, view.decode.num_requests, view.decode.kv_tokens):
         assert not column.any()
     assert not view.decode.committed_tokens.any()
@@ -92,7 +92,7 @@ def test_a_node_that_dies_takes_only_its_own_with_it(costs, make_workload, role)
     outcomes = cluster.run()
     lost = outcomes.count(State.FAILED)
     assert outcomes.count(State.FINISHED) + lost == 150
-    assert not cluster.books.view.decode.num_requests.any()
+    assert not cluster.books.view().decode.num_requests.any()
     if role == "prefill":  # before a first token a request is tried elsewhere
         assert lost == 0
         assert not cluster.caches.index.num_keys("p0")
