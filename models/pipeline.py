@@ -146,9 +146,10 @@ def tick(cfg: LlamaConfig, platform: Platform, mesh: Mesh | AbstractMesh, rows: 
         blocks = jax.eval_shape(compute, given, pages)[2]
         y, pages, blocks = _if(num_valid > 0, compute, given, pages, jnp.zeros(blocks.shape, blocks.dtype))
         last = lax.dynamic_index_in_dim(y, jnp.maximum(num_valid - 1, 0), keepdims=False)
-        with jax.named_scope("pass_on"):
-            passed = lax.ppermute(y.astype(x.dtype), STAGE, [(s, s + 1) for s in range(X - 1)])
-            x = lax.dynamic_update_slice_in_dim(x, passed, 0, 0)
+        if X > 1:
+            with jax.named_scope("pass_on"):
+                passed = lax.ppermute(y.astype(x.dtype), STAGE, [(s, s + 1) for s in range(X - 1)])
+                x = lax.dynamic_update_slice_in_dim(x, passed, 0, 0)
         return jax.tree.map(lambda a: a[None], Result(x, pages, blocks, last))
 
     given = (sharding.specs(stage_table(cfg, X)), _EVERYWHERE, _BY_STAGE, _PAGES, _EVERYWHERE, _BY_STAGE)

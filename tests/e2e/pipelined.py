@@ -19,7 +19,7 @@ from models.split import ByRows
 from mooncake_jax.engine.pipeline_steps import PipelineSteps
 
 Z = 8
-PLATFORM = dataclasses.replace(CPU, attention_rows=64, prefill_key_tokens=(64, 64))
+PLATFORM = dataclasses.replace(CPU, attention_rows=2048, prefill_key_tokens=(64, 64))
 NUM_SLOTS = 2
 TOLERANCE = 1e-4
 
