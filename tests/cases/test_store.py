@@ -121,6 +121,7 @@ def test_probing_all_keys_all_the_time_stops_no_put(cluster):
         for start in range(0, len(many), 8):
             some = many[start : start + 8]
             assert client.put(some, [content(key) for key in some]) == ["stored"] * 8
+            client.exists(many[:64])
     finally:
         stopped.set()
         thread.join()
