@@ -151,9 +151,9 @@ class Caches:
         self._on_ssd[node].clear()
         self._pending[node].clear()
 
-    def num_replicas(self, keys: Sequence[int]) -> list[int]:
-        """How many nodes hold each of `keys`."""
-        return [len(self.index.holders(key)) for key in keys]
+    def contents(self) -> list[set[int]]:
+        """The blocks of each node (copies)."""
+        return [self.index.keys(name) for name in self._names]
 
     def _nodes(self, mask: int) -> Sequence[int] | np.ndarray:
         if mask & (mask - 1) == 0:
