@@ -37,9 +37,14 @@ class Param:
     fused: int = 1  # equal matrices that stand one after the other in its rows and are used side by side
 
     @property
-    def has_columns(self) -> bool:
-        """Whether its rows are output columns of a product; else it is a norm."""
-        return self.axes[0] is not None
+    def shared_axis(self) -> int | None:
+        """The dimension of which `split.ByColumns` gives each device a share; None: every device has the whole.
+
+        The projection out of attention is small: computing it everywhere costs less than gathering its result.
+        """
+        if self.axes[0] in ("heads", "mlp"):
+            return 0
+        return 1 if "mlp" in self.axes else None
 
 
 def param_table(cfg: LlamaConfig) -> Params:
@@ -136,16 +141,17 @@ def prefill_group(
     slot: jax.Array,
     start: jax.Array,
     num_valid: jax.Array,
+    stored: attention.StoredBlocks | None = None,
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
     """One layer group over a tile of one slot, at positions start …, of which `num_valid` rows count.
 
     `x` `[rows, D]` and `layers` are what `how` gives this device of the tile and the weights; above one device
     this runs inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the
     whole tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a
-    multiple of Z, and the cache has room for M pages there.
+    multiple of Z, and the cache has room for M pages there. A tile `ByColumns` needs `stored`: the blocks of the
+    prompt's beginning that the cache does not hold.
     """
     cos, sin = rope.rotation(cfg, start + how.offsets(x.shape[0]))
-    firsts = [start + first for first in how.firsts(x.shape[0])]
     layout = _Layout(cfg, platform, how.shares, how.order)
     group, blocks = list(group), []
     for i, layer in enumerate(layers):
@@ -154,10 +160,17 @@ def prefill_group(
             tile = how.gather_tile(_stored(k, v, group[i]))
             blocks.append(cache.to_pages(cfg, tile, num_valid))
             group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
-            own, run_pages = how.attended(q), platform.prefill_pages(cfg, how.run_rows(tile.shape[0]))
-            mixed = attention.tile_attention(own, firsts, group[i], slot, platform, run_pages)
-            mixed = how.gather_attended(mixed.reshape(own.shape[0], -1))
-            x = _finish_layer(layout, layer, x, mixed)
+            if isinstance(how, split.ByRows):
+                firsts = [start + first for first in how.firsts(x.shape[0])]
+                run_pages = platform.prefill_pages(cfg, how.run_rows(tile.shape[0]))
+                mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages)
+            else:
+                assert stored is not None
+                n, run_pages = how.num_devices, platform.tail_pages(cfg)
+                mixed = attention.tail_attention(
+                    q, tile, start, stored, i, group[i], slot, platform, run_pages, n
+                )
+            x = _finish_layer(layout, layer, x, mixed.reshape(x.shape[0], -1))
     return x, group, jnp.stack(blocks, axis=1)
 
 
@@ -251,15 +264,14 @@ def _stored(keys: jax.Array, values: jax.Array, pages: Pages) -> jax.Array:
 def _finish_layer(layout: _Layout, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
     """Output projection of attention `mixed` `[T, N·H]`, and the gated MLP, each added to the residual `x`."""
 
-    def project(name: str, rows: jax.Array) -> jax.Array:
-        return linear(layout.platform, rows, layer[name], layer.get(f"{name}_bias"))
-
-    x = x + split.gather_columns(project("out", mixed), layout.shares)
-    both = project("gate_up", norm(x, layer["mlp_norm"], layout.cfg.norm_eps))
+    platform, shares = layout.platform, layout.shares
+    x = x + linear(platform, mixed, layer["out"], layer.get("out_bias"))
+    normed = norm(x, layer["mlp_norm"], layout.cfg.norm_eps)
+    both = linear(platform, normed, layer["gate_up"], layer.get("gate_up_bias"))
     both = both.reshape(x.shape[0], layout.order, 2, -1)
     hidden = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]).reshape(x.shape[0], -1)
-    hidden = split.gather_columns(hidden.astype(layer["down"].dtype), layout.shares)
-    return x + split.gather_columns(project("down", hidden), layout.shares)
+    down = split.sum_shares(linear(platform, hidden, layer["down"]), shares)
+    return x + (down if (bias := layer.get("down_bias")) is None else down + bias.astype(jnp.float32)[None])
 
 
 def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """How a prefill step is split over devices that compute side by side, inside a `shard_map` over `AXIS`.
 
 `ByRows`, for tiles of many rows: each device takes rows, and has all weights. `ByColumns`, for few rows (the last
-tokens of a cached prompt), where reading weights is what costs: each device takes a share of every product's
-output columns. Either way each computes the attention of its rows, and has a whole cache.
+tokens of a cached prompt), where reading weights and keys is what costs: each device takes a share of the large
+weights (`models.llama.Param.shared_axis`) and of the keys. Either way each has a whole cache.
 """
 
 from __future__ import annotations
@@ -66,14 +66,6 @@ class ByRows:
         run = jnp.arange(num_rows // len(firsts), dtype=jnp.int32)
         return jnp.concatenate([first + run for first in firsts])
 
-    def attended(self, rows: jax.Array) -> jax.Array:
-        """Of rows as those of `x`, the ones whose attention this device computes: all."""
-        return rows
-
-    def gather_attended(self, rows: jax.Array) -> jax.Array:
-        """The inverse: rows as those of `x`."""
-        return rows
-
     def gather_tile(self, rows: jax.Array) -> jax.Array:
         """Rows as those of `x` → the tile `[T, …]` in the order of the prompt, on every device."""
         n = self.num_devices
@@ -101,20 +93,8 @@ class ByColumns:
     def dealt(self, tile: int) -> np.ndarray:
         return np.arange(tile, dtype=np.int32)
 
-    def run_rows(self, tile: int) -> int:
-        return tile // self.num_devices
-
-    def firsts(self, num_rows: int) -> list[jax.Array]:
-        return [lax.axis_index(AXIS).astype(jnp.int32) * self.run_rows(num_rows)]
-
     def offsets(self, num_rows: int) -> jax.Array:
         return jnp.arange(num_rows, dtype=jnp.int32)
-
-    def attended(self, rows: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(rows, self.firsts(rows.shape[0])[0], self.run_rows(rows.shape[0]))
-
-    def gather_attended(self, rows: jax.Array) -> jax.Array:
-        return lax.all_gather(rows, AXIS, tiled=True)
 
     def gather_tile(self, rows: jax.Array) -> jax.Array:
         return rows
@@ -128,26 +108,33 @@ def gather_columns(x: jax.Array, shares: int) -> jax.Array:
     return x if shares == 1 else lax.all_gather(x, AXIS, axis=1, tiled=True)
 
 
+def sum_shares(x: jax.Array, shares: int) -> jax.Array:
+    """The sum of every device's `[T, D]`, products of its share of what they contract, on every device."""
+    return x if shares == 1 else lax.psum(x, AXIS)
+
+
 def fitting_devices(most: int, tiles: Sequence[int], table: Any) -> int:
-    """The most devices, `most` or a half, quarter … of it, over which all `tiles` and the columns of all parameters of
-    `table` (`models.llama.Param`s) cut."""
-    widths = {param.shape[0] // param.fused for param in jax.tree.leaves(table) if param.has_columns}
+    """The most devices, `most` or a half, quarter … of it, over which all `tiles` and all shared parameters of `table`
+    (`models.llama.Param`s) cut."""
+    shared = [param for param in jax.tree.leaves(table) if param.shared_axis is not None]
+    widths = {param.shape[param.shared_axis] // param.fused for param in shared}
     while most > 1 and (any(tile % (2 * most) for tile in tiles) or any(width % most for width in widths)):
         most //= 2
     return most
 
 
 def share_columns(table: Any, params: Any, num_devices: int) -> Any:
-    """Host `params` in the order that shares need: row r of a weight or bias goes to device r // (rows/n). Where several
+    """Host `params` in the order that shares need: equal runs along the shared axis, one per device. Where several
     matrices are fused, a device's share of each stands beside those of the others.
 
     `table` has their `models.llama.Param`s. Raises ValueError for one that does not cut into equal shares.
     """
 
     def share(param: Any, array: np.ndarray) -> np.ndarray:
-        if not param.has_columns or num_devices == 1:
+        axis = param.shared_axis
+        if axis is None or num_devices == 1:
             return array
-        if array.shape[0] % (param.fused * num_devices):
+        if array.shape[axis] % (param.fused * num_devices):
             parts = f"{param.fused} times {num_devices}" if param.fused > 1 else str(num_devices)
             raise ValueError(f"a parameter of shape {array.shape} does not cut into {parts} equal shares")
         if param.fused == 1:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from kvstore.messages import Tier
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -23,6 +25,7 @@ class PrefixIndex(Generic[Key]):
         self._bits: dict[str, int] = {}
         self._names: list[str] = []  # by bit; "" where it is free
         self._held: dict[str, set[Key]] = {}
+        self._on_ssd: dict[str, set[Key]] = {}  # of those, what is not in DRAM
 
     def __len__(self) -> int:
         """Number of distinct keys."""
@@ -43,23 +46,29 @@ class PrefixIndex(Generic[Key]):
                 bit = len(self._names)
                 self._names.append(node)
             self._bits[node] = bit
-            self._held[node] = set()
+            self._held[node], self._on_ssd[node] = set(), set()
         return bit
 
-    def add(self, node: str, keys: Iterable[Key]) -> None:
-        """`node` holds `keys`."""
+    def add(self, node: str, keys: Iterable[Key], tier: Tier = "dram") -> None:
+        """`node` holds `keys`, there and nowhere else."""
         mask = 1 << self.bit(node)
-        masks, held = self._masks, self._held[node]
+        masks, held, on_ssd = self._masks, self._held[node], self._on_ssd[node]
         for key in keys:
             masks[key] = masks.get(key, 0) | mask
             held.add(key)
+            if tier == "ssd":
+                on_ssd.add(key)
+            elif on_ssd:
+                on_ssd.discard(key)
 
     def remove(self, node: str, keys: Iterable[Key]) -> None:
         """`node` no longer holds `keys`; those it never held are no error."""
         if node not in self._bits:
             return
         held = self._held[node]
-        self._clear(self._bits[node], held.intersection(keys), held)
+        gone = held.intersection(keys)
+        self._on_ssd[node] -= gone
+        self._clear(self._bits[node], gone, held)
 
     def forget(self, node: str) -> None:
         """`node` is gone, with all it held."""
@@ -68,11 +77,15 @@ class PrefixIndex(Generic[Key]):
             return
         self._names[bit] = ""
         held = self._held.pop(node)
+        del self._on_ssd[node]
         self._clear(bit, tuple(held), held)
 
-    def keys(self, node: str) -> set[Key]:
-        """What `node` holds (a copy)."""
-        return set(self._held.get(node, ()))
+    def keys(self, node: str, tier: Tier | None = None) -> set[Key]:
+        """What `node` holds (a copy), in all tiers or in one."""
+        if tier == "ssd":
+            return set(self._on_ssd.get(node, ()))
+        held = set(self._held.get(node, ()))
+        return held if tier is None else held - self._on_ssd.get(node, set())
 
     def holds(self, node: str, key: Key) -> bool:
         """Whether `node` holds `key`."""
@@ -84,6 +97,10 @@ class PrefixIndex(Generic[Key]):
     def holders(self, key: Key) -> list[str]:
         """The nodes that hold `key`."""
         return self._nodes_of(self._masks.get(key, 0))
+
+    def replicas(self, key: Key) -> dict[str, Tier]:
+        """The nodes that hold `key`, and where."""
+        return {node: "ssd" if key in self._on_ssd[node] else "dram" for node in self.holders(key)}
 
     def runs(self, keys: Sequence[Key]) -> list[tuple[int, int]]:
         """`(length, mask)`: the nodes with these bits hold exactly the first `length` keys; shortest first.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kvstore.directory.replica_state import ReplicaState
 from kvstore.errors import StoreError
-from kvstore.messages import DIRECTORY, WATCH_BEAT_SECONDS, Forgotten, Joined, NodeInfo, WatchEvent
+from kvstore.messages import DIRECTORY, WATCH_BEAT_SECONDS, Forgotten, Joined, NodeInfo, Tier, WatchEvent
 from kvstore.rpc import Stub
 
 _SILENT_SECONDS = 3 * WATCH_BEAT_SECONDS
@@ -25,7 +25,9 @@ class ReplicaListener(Protocol):
         """A node is there; it holds nothing yet."""
         ...
 
-    def on_added(self, node: str, keys: Sequence[bytes]) -> None: ...
+    def on_added(self, node: str, keys: Sequence[bytes]) -> None:
+        """`node` holds `keys`; it may be known to do so, when they have changed between DRAM and SSD."""
+        ...
 
     def on_removed(self, node: str, keys: Sequence[bytes]) -> None:
         """`node` no longer holds `keys`, some of which it may never have been known to hold."""
@@ -79,6 +81,16 @@ class DirectoryReplica:
         """The names of the nodes that hold each key."""
         with self._lock:
             return [self._state.index.holders(key) for key in keys]
+
+    def replicas(self, keys: Sequence[bytes]) -> list[dict[str, Tier]]:
+        """The names of the nodes that hold each key, and where they have it."""
+        with self._lock:
+            return [self._state.index.replicas(key) for key in keys]
+
+    def keys(self, node: str) -> set[bytes]:
+        """Everything that a node holds."""
+        with self._lock:
+            return self._state.index.keys(node)
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
         """See `PrefixIndex.lengths`."""
@@ -153,3 +165,5 @@ def _tell_one(listener: ReplicaListener, event: WatchEvent) -> None:
             listener.on_removed(event.name, event.removed)
         if event.added:
             listener.on_added(event.name, event.added)
+        if event.on_ssd:
+            listener.on_added(event.name, event.on_ssd)

@@ -14,7 +14,7 @@ _NUM_REPLACED = 16
 
 @dataclass(slots=True, eq=False)
 class Registered:
-    """One instance that lives. `factor`: measured over modelled prefill time."""
+    """One instance that lives. `factor`: measured over modelled time, of a prefill or of a decode step."""
 
     info: InstanceInfo
     load: InstanceLoad

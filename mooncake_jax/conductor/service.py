@@ -14,10 +14,13 @@ from kvstore.rpc import Empty, Service
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord
+from mooncake_jax.conductor.explain import explain
 from mooncake_jax.messages import (
     CONDUCTOR,
     Beat,
     ClusterInfo,
+    ExplainRequest,
+    Explanation,
     InstanceInfo,
     InstanceLoad,
     PlaceRequest,
@@ -66,6 +69,7 @@ class ConductorService:
             max_nbytes=config.decision_log_nbytes,
         )
         self._conductor = Conductor(config, self._log)
+        self._schedule = config.schedule
         self._tick_seconds = config.heartbeat_seconds / 2
         if prefixes is None:
             address = config.directory_address
@@ -130,7 +134,13 @@ class ConductorService:
                 instances=[instance.info for instance in instances],
                 loads=[instance.load for instance in instances],
                 num_bookings=len(self._conductor.bookings),
+                metrics=self._conductor.metrics,
             )
+
+    def explain(self, call: ExplainRequest) -> Explanation:
+        with self._lock:
+            records = self._log.records()
+        return explain(self._schedule, records, call.request_id)
 
     def status(self, _: Empty) -> RoleStatus:
         with self._lock:

@@ -8,9 +8,9 @@ from kvstore.block import BlockFormat, chain_keys, root_key
 from kvstore.directory import PrefixIndex
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig, ScheduleConfig
-from mooncake_jax.conductor.decision_log import DecisionLog
+from mooncake_jax.conductor.decision_log import DecisionLog, replay
 from mooncake_jax.conductor.estimate import CostModel
-from mooncake_jax.messages import InstanceInfo, InstanceLoad, RequestEnd
+from mooncake_jax.messages import Fetched, InstanceInfo, InstanceLoad, RequestEnd
 from mooncake_jax.request import Instance, Placement, Request
 
 Z = 16
@@ -44,7 +44,8 @@ def make_info(name: str, role="prefill", epoch=1, **changes) -> InstanceInfo:
 
 def make_load(name: str, epoch=1, request_ids=(), **changes) -> InstanceLoad:
     idle = {"queued_tokens": 0, "used_slots": 0, "kv_tokens": 0, "tokens_per_second": 0.0}
-    return InstanceLoad(name, epoch, list(request_ids), **{**idle, **changes}, counters={})
+    fetches = [Fetched(*fetched) for fetched in changes.pop("fetches", ())]
+    return InstanceLoad(name, epoch, list(request_ids), **{**idle, **changes}, counters={}, fetches=fetches)
 
 
 class Cluster:
@@ -90,6 +91,11 @@ class Cluster:
 
     def queue_seconds(self) -> list[float]:
         return [max(0.0, until - self.now) for until in self.conductor.view.prefill.busy_until.tolist()]
+
+    def replays(self, config: ScheduleConfig) -> bool:
+        """Every decision comes out again, from the log and `config` alone."""
+        decided = list(replay(config, self.log.records()))
+        return bool(decided) and all(record.decision == decision for record, decision in decided)
 
     @property
     def open_books(self) -> dict[str, float]:
