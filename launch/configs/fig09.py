@@ -38,6 +38,9 @@ SHARES = {
     "toolagent": 75.0,
 }  # percent of the maximum at 3 million tokens
 NOTES = (
+    "Blocks are the trace's ids, the partial block at a prompt's end included, as an analysis of the trace alone counts "
+    "them. Of full blocks alone, which is what a store keeps, more fit: the synthetic trace then has 0.321 at 3 M tokens "
+    "(5.6 % above the paper), the conversation trace 0.144.",
     "The conversation trace stays a little below the paper at every capacity: the paper's store has blocks of 256 "
     "tokens, the public trace names blocks of 512, so that up to 255 shared tokens a request cannot be seen in it.",
 )
@@ -73,9 +76,11 @@ EXPECTED = [
 
 def rates(lab: Lab, trace: str) -> list[float]:
     """At each of `CAPACITIES`."""
-    workload = lab.workload(trace)
+    requests = lab.trace(trace).requests
+    chains = [request.hash_ids for request in requests]
+    num_tokens = [request.input_length for request in requests]
     return [
-        lru_hit_rate(workload.chains, workload.num_tokens, int(capacity) // BLOCK_TOKENS, BLOCK_TOKENS)
+        lru_hit_rate(chains, num_tokens, int(capacity) // BLOCK_TOKENS, BLOCK_TOKENS)
         for capacity in CAPACITIES
     ]
 

@@ -109,6 +109,6 @@ def figure(lab: Lab, assumptions: Assumptions) -> Figure:
         measure=measure,
         expected=EXPECTED,
         panels=panels,
-        varied=("discipline", "balancing_threshold"),
+        varied=("balancing_threshold",),
         notes=NOTES,
     )

@@ -98,6 +98,6 @@ def figure(lab: Lab, assumptions: Assumptions) -> Figure:
         measure=measure,
         expected=EXPECTED,
         panels=panels,
-        varied=("discipline", "balancing_threshold", "seed"),
+        varied=("discipline", "balancing_threshold"),
         notes=NOTES,
     )

@@ -23,7 +23,7 @@ from mooncake_jax.simulation import (
     Workload,
 )
 from mooncake_jax.simulation.config import CoupledMode
-from mooncake_jax.trace import read_trace
+from mooncake_jax.trace import Trace, read_trace
 
 NUM_NODES = 16
 TTFT_SLO_SECONDS = 30.0
@@ -58,6 +58,7 @@ class Lab:
     file: CostModelFile
     limit: int | None = None  # requests of a trace; None: all
     progress: tqdm | None = None  # moves on with every run
+    _traces: dict[str, Trace] = field(default_factory=dict)
     _workloads: dict[str, Workload] = field(default_factory=dict)
     _runs: dict[tuple[str, object], Run] = field(default_factory=dict)
 
@@ -76,13 +77,19 @@ class Lab:
         """Those of `names` (all if none are given) whose traces are here."""
         return [name for name in names or tuple(FILES) if self.path(name) is not None]
 
-    def workload(self, name: str) -> Workload:
+    def trace(self, name: str) -> Trace:
         """Raises InvalidError for a trace with a fault, FileNotFoundError for one that is not here."""
-        if name not in self._workloads:
+        if name not in self._traces:
             path = self.path(name)
             if path is None:
                 raise FileNotFoundError(f"{FILES[name]} is not in {self.traces}")
-            self._workloads[name] = Workload.of(read_trace(path, self.limit))
+            self._traces[name] = read_trace(path, self.limit)
+        return self._traces[name]
+
+    def workload(self, name: str) -> Workload:
+        """As `trace`."""
+        if name not in self._workloads:
+            self._workloads[name] = Workload.of(self.trace(name))
         return self._workloads[name]
 
     def cluster_config(self, chosen: Chosen, **changes: Any) -> ClusterConfig:

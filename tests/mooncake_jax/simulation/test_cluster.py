@@ -46,7 +46,7 @@ def test_a_slow_nic_is_waited_for(make_costs):
     assert outcomes.ttft_seconds[0] == pytest.approx(10.0 + 0.01)
 
 
-@pytest.mark.parametrize("policy", ["global", "local", "load_balance", "random"])
+@pytest.mark.parametrize("policy", ["global", "local", "load", "random"])
 @pytest.mark.parametrize("discipline", ["fifo", "batch", "tiles"])
 def test_every_request_finishes_and_nothing_stays_booked(costs, make_workload, policy, discipline):
     workload = make_workload(120, 1)
