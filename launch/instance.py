@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from launch.flags import transfer_rails
 from launch.process import UsageError
 
 if TYPE_CHECKING:
@@ -20,12 +21,16 @@ ENGINE_FLAGS = (
     "host",
     "port",
     "host_id",
+    "rails",
+    "topology",
     "directory",
     "conductor",
     "model",
     "dtype",
     "max_tokens",
     "dram_bytes",
+    "ssd_path",
+    "ssd_nbytes",
     "cores",
     "compile_cache",
     "engine",
@@ -110,4 +115,7 @@ def instance_config() -> InstanceConfig:
         host=FLAGS.host,
         port=FLAGS.port,
         dram_nbytes=FLAGS.dram_bytes,
+        ssd_path=FLAGS.ssd_path,
+        ssd_nbytes=FLAGS.ssd_nbytes,
+        **transfer_rails(),
     )

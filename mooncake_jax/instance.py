@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore import Client, Node, NodeConfig
 from kvstore.rpc import Server, Service
-from kvstore.transfer import SharedBuffer, TransferEngine
+from kvstore.transfer import SharedBuffer, Topology, TransferEngine
 from mooncake_jax.decode.answers import AnswerSaver
 from mooncake_jax.decode.config import DecodeConfig
 from mooncake_jax.decode.service import DecodeService
@@ -46,10 +46,14 @@ class InstanceConfig:
     host: str = "127.0.0.1"
     port: int = 0
     dram_nbytes: int = 256 << 20  # the home node's
+    ssd_path: str = ""  # folder of the home node's SSD tier, if it has one
+    ssd_nbytes: int = 0
     heartbeat_seconds: float = 1.0
     ready_seconds: float = 1800.0  # the most that warm-up may take
     transfer_timeout_seconds: float = 10.0
     rate_limit_nbytes_per_second: float | None = None
+    rails: tuple[str, ...] = ()  # addresses of NICs to exchange KV on, instead of `host`
+    topology: Topology | None = None  # which of them are near which memory
 
 
 class _Ports(NamedTuple):
@@ -87,9 +91,19 @@ class EngineInstance:
                 host=config.host,
                 rate_limit_nbytes_per_second=config.rate_limit_nbytes_per_second,
                 timeout_seconds=config.transfer_timeout_seconds,
+                rails=config.rails,
+                topology=config.topology,
             )
             stack.callback(self.transfer.close)
-            node_config = NodeConfig(config.name, config.host_id, config.dram_nbytes, engine.format.nbytes)
+            node_config = NodeConfig(
+                config.name,
+                config.host_id,
+                config.dram_nbytes,
+                engine.format.nbytes,
+                ssd_path=config.ssd_path,
+                ssd_nbytes=config.ssd_nbytes,
+                namespace=engine.fingerprint.hex(),
+            )
             self.home = Node(node_config, self.transfer)
             stack.callback(self.home.close)
             self.client = Client(config.directory_address, engine=self.transfer, home=self.home)
@@ -145,6 +159,8 @@ def start_prefill(config: InstanceConfig, engine: PrefillEngine, role: PrefillCo
     """
 
     def parts(ports: _Ports, stack: ExitStack) -> _Parts:
+        if (slots := ports.home.slots) is not None:
+            engine.attach(slots)
         worker = PrefillWorker(engine, role)
         stack.callback(worker.close)
         paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer, FetchTimes())

@@ -95,9 +95,17 @@ class Lease(_Handle):
     After `close` they may be evicted: views must not be used any more, the slots may be rewritten.
     """
 
-    def __init__(self, store: SlotStore, segment: Segment, handle: int, blocks: list[Block | None]):
+    def __init__(
+        self,
+        store: SlotStore,
+        segment: Segment,
+        handle: int,
+        blocks: list[Block | None],
+        waiting: list[int],
+    ):
         super().__init__(store, segment, handle, blocks, store.release)
         self.held: list[bool] = [block is not None for block in blocks]
+        self.waiting = waiting  # items on SSD for which there was no slot: lease them when these are closed
 
     def view(self, index: int) -> memoryview:
         """The object's bytes in the slot, `[nbytes]`, read-only, without a copy."""

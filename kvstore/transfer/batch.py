@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.transfer.request import Opcode
-from kvstore.transfer.segment import Segment
-from kvstore.transfer.status import Counters, OverdueError, Path, TransferState, TransferStatus
+from kvstore.transfer.segment import DEFAULT_LOCATION, Segment
+from kvstore.transfer.status import Counters, OverdueError, Path, TransferError, TransferState, TransferStatus
 
 _STATES = list(TransferState)
 _WAITING, _PENDING, _COMPLETED, _FAILED, _TIMEOUT = range(5)
 EXPIRED_IN_QUEUE = "its time was over before it started"
+EXPIRED_ON_ITS_WAY = "its time was over before another rail could take it"
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +29,8 @@ class Frame:
     """Byte ranges of one segment and, in the same order, the local memory they are moved from or to.
 
     `indices` are the requests' places in the batch; `views` flat uint8 memoryviews; `indices`, `offsets`
-    and `lengths` int64 `[M]`; `deadline` is in monotonic seconds. The last three are faults on purpose;
-    `flip` is the byte to corrupt after a READ.
+    and `lengths` int64 `[M]`; `deadline` is in monotonic seconds; `location` is that of the local memory. The last
+    three are faults on purpose; `flip` is the byte to corrupt after a READ.
     """
 
     batch: Batch
@@ -43,15 +44,26 @@ class Frame:
     offsets: np.ndarray
     lengths: np.ndarray
     nbytes: int
+    location: str = DEFAULT_LOCATION
     started: bool = False
+    tried: frozenset[int] = frozenset()  # rails that have failed it, by their place in `Peer.rails`
+    reason: str = ""  # of the last of these failures
     delay_seconds: float = 0.0
     fail: str = ""
     flip: memoryview | None = None
 
-    def carry(self, move: Callable[[Frame], None], closed: threading.Event) -> None:
-        """Runs `move` on this frame unless it has expired, and books how it ended. Never raises."""
+    def carry(
+        self,
+        move: Callable[[Frame], None],
+        closed: threading.Event,
+        resubmit: Callable[[Frame, OSError], bool] | None = None,
+    ) -> bool:
+        """Runs `move` on this frame unless it has expired, and books how it ended. Never raises.
+
+        Returns False if it has not ended: after a link's error, `resubmit` has found it another way.
+        """
         if not self.batch.start(self):
-            return
+            return True
         try:
             self._injected_faults(closed)
             move(self)
@@ -60,9 +72,12 @@ class Frame:
         except OverdueError as error:
             self.batch.end(self, _TIMEOUT, str(error))
         except Exception as error:
+            if isinstance(error, OSError) and resubmit is not None and resubmit(self, error):
+                return False
             self.batch.end(self, _FAILED, "the engine was closed" if closed.is_set() else _reason(error))
         else:
             self.batch.end(self, _COMPLETED)
+        return True
 
     def refuse(self, reason: str) -> None:
         """Ends the frame, which nobody has started, as FAILED."""
@@ -76,7 +91,7 @@ class Frame:
             if self.delay_seconds > left:
                 raise OverdueError("injected fault: delayed beyond its deadline")
         if self.fail:
-            raise ConnectionError(self.fail)
+            raise TransferError(self.fail)
 
 
 def _reason(error: Exception) -> str:
@@ -94,6 +109,7 @@ class Batch:
         self._verdicts = np.full(capacity, _COMPLETED, np.uint8)
         self._nbytes_done = np.zeros(capacity, np.int64)
         self._frames_left = np.zeros(capacity, np.int32)
+        self._resubmitted = np.zeros(capacity, np.int32)
         self._reasons: dict[int, str] = {}
         self._open: set[Frame] = set()
 
@@ -134,6 +150,14 @@ class Batch:
             self._states[frame.indices] = _PENDING
             return True
 
+    def suspend(self, frame: Frame) -> None:
+        """Marks a running frame as queued again, for another rail: nobody touches its local memory now."""
+        with self._changed:
+            frame.started = False
+            self._resubmitted[frame.indices] += 1
+            self._counters.add_resubmitted()
+            self._changed.notify_all()  # whoever waits has a deadline to watch again
+
     def end(self, frame: Frame, verdict: int, reason: str = "") -> None:
         """Books the end of a running frame: from here on nobody touches its local memory."""
         with self._changed:
@@ -160,7 +184,8 @@ class Batch:
 
     def _expire(self, now: float) -> None:
         for frame in [f for f in self._open if not f.started and f.deadline <= now]:
-            self._end(frame, _TIMEOUT, EXPIRED_IN_QUEUE)
+            reason = f"{EXPIRED_ON_ITS_WAY}: {frame.reason}" if frame.reason else EXPIRED_IN_QUEUE
+            self._end(frame, _TIMEOUT, reason)
 
     def status(self, index: int) -> TransferStatus:
         """Raises IndexError if no request `index` was submitted."""
@@ -183,7 +208,10 @@ class Batch:
 
     def _status(self, index: int) -> TransferStatus:
         return TransferStatus(
-            _STATES[self._states[index]], int(self._nbytes_done[index]), self._reasons.get(index, "")
+            _STATES[self._states[index]],
+            int(self._nbytes_done[index]),
+            self._reasons.get(index, ""),
+            int(self._resubmitted[index]),
         )
 
     def wait(self, timeout_seconds: float | None) -> None:

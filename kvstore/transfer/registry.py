@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.transfer.guard import WriteGuard
-from kvstore.transfer.segment import Peer, Segment
+from kvstore.transfer.segment import DEFAULT_LOCATION, Peer, Segment
 from kvstore.transfer.status import TransferError
 
 MAX_NAME_CHARS = 500
@@ -35,11 +35,16 @@ def byte_view(buffer: object) -> memoryview:
     return np.frombuffer(view, np.uint8).data
 
 
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).__array_interface__["data"][0] if len(view) else 0
+
+
 @dataclass
 class _Registration:
     segment: Segment
     view: memoryview
     guard: WriteGuard | None
+    address: int
     num_users: int = 0
     leaving: bool = False
 
@@ -72,8 +77,17 @@ class Registry:
                 raise ValueError(
                     f"segment {name!r} is registered already: unregister it first or take another name"
                 )
-            self._entries[name] = _Registration(segment, view, guard)
+            self._entries[name] = _Registration(segment, view, guard, _address(view))
         return segment
+
+    def location_of(self, view: memoryview) -> str:
+        """Where registered memory that holds the flat `view` is; the default for memory that is not registered."""
+        address = _address(view)
+        with self._changed:
+            for entry in self._entries.values():
+                if entry.address <= address < entry.address + len(entry.view):
+                    return entry.segment.location
+        return DEFAULT_LOCATION
 
     @contextmanager
     def use(self, name: str) -> Iterator[memoryview]:

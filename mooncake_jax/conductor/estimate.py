@@ -38,6 +38,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_seconds_per_prefix_token: Cost = 1e-6  # loading a reused token into the device
     transfer_base_seconds: Cost = 2e-3
     transfer_nbytes_per_second: Rate = 1e9
+    ssd_nbytes_per_second: Rate = 5e8  # of a sender that has the blocks on SSD only, before they leave
     tbt_base_seconds: Cost = 0.02
     tbt_seconds_per_request: Cost = 2e-3
     tbt_seconds_per_kv_token: Cost = 1e-7

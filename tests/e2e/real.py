@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from e2e.cluster import LocalCluster
 
@@ -22,6 +23,7 @@ from mooncake_jax.engine.oracle import Monolith
 
 CFG = dataclasses.replace(preset("tiny"), max_position=4096)
 Z = CFG.block_tokens
+NUM_HOME_BLOCKS = 1500
 DECODE = DecodeConfig(staging_nbytes=256 << 20, max_waiting=16)
 
 
@@ -71,6 +73,8 @@ def engines(compile_cache):
     """Two of each role; a cluster that is closed leaves them as they were."""
     prefill = [JaxPrefillEngine(**arguments(2)) for _ in range(2)]
     decode = [JaxDecodeEngine(**arguments(4)) for _ in range(2)]
+    for engine in prefill:
+        engine.attach(np.zeros((NUM_HOME_BLOCKS, engine.format.nbytes), np.uint8))
     for engine in (*prefill, *decode):
         engine.warm_up()
     return prefill, decode
@@ -85,5 +89,5 @@ def local_cluster(engines, num: int, transport: str, decode_config: DecodeConfig
         prefill_engine=lambda: next(prefill),
         decode_engine=lambda: next(decode),
         decode=decode_config,
-        num_home_blocks=1500,
+        num_home_blocks=NUM_HOME_BLOCKS,
     )

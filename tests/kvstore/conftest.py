@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -77,11 +78,15 @@ class Cluster:
         slot_nbytes: int = 1024,
         lease_seconds: float = 10.0,
         port: int = 0,
+        ssd: Path | None = None,
+        ssd_nbytes: int = 1_000_000,
     ) -> StoreNode:
-        """A node that has joined; each on a host of its own unless told otherwise."""
+        """A node that has joined; each on a host of its own unless told otherwise; `ssd`: its folder."""
         host = host_id or f"host-{name}"
         engine = TransferEngine(host_id=host)
-        node = Node(NodeConfig(name, host, num_slots * slot_nbytes, slot_nbytes, lease_seconds), engine)
+        tier = {} if ssd is None else {"ssd_path": str(ssd), "ssd_nbytes": ssd_nbytes}
+        config = NodeConfig(name, host, num_slots * slot_nbytes, slot_nbytes, lease_seconds, **tier)
+        node = Node(config, engine)
         store = StoreNode(node, engine, Server(node.handlers(), port=port))
         node.join(self.address, store.server.address)
         self._nodes.append(store)
@@ -104,6 +109,12 @@ class Cluster:
         self._clients.append(client)
         assert client.replica.wait_in_sync(DEADLINE_SECONDS)
         return client
+
+    def stop(self, store: StoreNode) -> None:
+        """Close one node now, after its books were checked."""
+        self._nodes.remove(store)
+        store.node.validate()
+        store.close()
 
     def settle(self) -> None:
         """Wait until the directory and every client have heard of everything that nodes have done so far."""

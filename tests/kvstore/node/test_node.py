@@ -196,6 +196,8 @@ def test_every_remote_call_checks_the_epoch(node: Node, stub: Stub):
         "commit": m.CommitRequest(old, 1, []),
         "abort": m.HandleRequest(old, 1),
         "release": m.HandleRequest(old, 1),
+        "drain": m.NodeDrain(old, True),
+        "drop_namespace": m.NodeNamespace(old, "x"),
         **{name: m.NodeKeys(old, some) for name in ("lease", "exists", "remove", "check")},
     }
     for name, request in calls.items():

@@ -123,7 +123,8 @@ def test_requests_of_one_submit_for_several_targets_and_directions(make_engine, 
         np.testing.assert_array_equal(sinks[path], memory[5:15])
         assert memory[90:].tobytes() == b"0123456789"
     assert engine.counters() == {f"{path}_{way}": 10 for path in segments for way in ("read", "write")} | {
-        "failed": 0
+        "failed": 0,
+        "resubmitted": 0,
     }
 
 

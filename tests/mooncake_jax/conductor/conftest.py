@@ -77,14 +77,15 @@ class Cluster:
     def keys(self, tokens) -> list[bytes]:
         return chain_keys(root_key(FINGERPRINT), tokens, Z)
 
-    def hold(self, node: str, tokens) -> None:
-        self.index.add(node, self.keys(tokens))
+    def hold(self, node: str, tokens, tier="dram") -> None:
+        self.index.add(node, self.keys(tokens), tier)
 
     def place(self, tokens, max_tokens=16, request_id=None, avoid=()) -> Placement:
         request = Request(request_id or f"r{next(self._ids)}", list(tokens), max_tokens)
         keys = self.keys(tokens)
         held = self.index.lengths(keys)
-        return self.conductor.place(request, keys, held, avoid=avoid, now=self.now)
+        on_ssd = self.index.num_on_ssd(keys, held)
+        return self.conductor.place(request, keys, held, on_ssd=on_ssd, avoid=avoid, now=self.now)
 
     def end(self, request_id: str, phase="all", ok=True, seconds=0.0) -> None:
         self.conductor.end(RequestEnd(request_id, phase, ok, seconds), self.now)
