@@ -211,6 +211,7 @@ class Conductor:
         prefill = self.instances.get(booking.instances.get("prefill", ""))
         if prefill is not None and end.phase == "prefill" and end.ok:
             self._learn_prefill(prefill, booking, end)
+            prefill.served_at = now
         for role in ROLES if end.phase == "all" else (end.phase,):
             self._close(booking, role, ok=end.ok, now=now)
 
@@ -408,6 +409,7 @@ class Conductor:
                 instance.beaten_at,
                 reported,
                 ((booking.booked_at, booking.prefill_seconds) for booking in unseen),
+                instance.served_at,
             ),
             factor=instance.factor,
         )

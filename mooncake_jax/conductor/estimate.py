@@ -143,13 +143,18 @@ def corrected(factor: float, *, forecast_seconds: float, measured_seconds: float
     return min(max(factor * step, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
 
 
-def busy_until(reported_at: float, reported_seconds: float, unseen: Iterable[tuple[float, float]]) -> float:
+def busy_until(
+    reported_at: float,
+    reported_seconds: float,
+    unseen: Iterable[tuple[float, float]],
+    served_at: float = -math.inf,
+) -> float:
     """When a prefill instance will have done all it has: what its heartbeat said, then each later booking.
 
     `unseen` holds (booked at, seconds) in order of time. The queue at `now` is `max(0, busy_until - now)`, so
-    it drains by itself between heartbeats.
+    it drains by itself between heartbeats. `served_at`: when it last ended a prompt; what is left begins no sooner.
     """
-    until = reported_at + reported_seconds
+    until = max(reported_at + reported_seconds, served_at)
     for booked_at, seconds in unseen:
         until = max(until, booked_at) + seconds
     return until

@@ -51,7 +51,7 @@ def make_load(name: str, epoch=1, request_ids=(), **changes) -> InstanceLoad:
 class Cluster:
     """Instances p0, p1, … and d0, d1, … of one pool, and an index of what their nodes hold."""
 
-    def __init__(self, prefill=2, decode=2, schedule=None, **config):
+    def __init__(self, prefill=2, decode=2, schedule=None, instances=None, **config):
         schedule = schedule or ScheduleConfig(cost=COST)
         self.config = ConductorConfig(schedule=schedule, **config)
         self.log = DecisionLog(schedule, num_records=self.config.num_logged_decisions)
@@ -61,7 +61,7 @@ class Cluster:
         self._ids = itertools.count()
         self.names = [f"p{i}" for i in range(prefill)] + [f"d{i}" for i in range(decode)]
         for name in self.names:
-            self.register(name)
+            self.register(name, **(instances or {}))
 
     def register(self, name: str, **changes) -> None:
         role = "prefill" if name.startswith("p") else "decode"

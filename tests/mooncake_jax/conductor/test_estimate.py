@@ -47,6 +47,10 @@ def test_a_queue_goes_on_from_its_report_booking_by_booking():
     assert busy_until(10.0, 2.0, []) == 12.0
     assert busy_until(10.0, 2.0, [(9.0, 1.0), (11.0, 1.0)]) == 14.0
     assert busy_until(10.0, 0.0, [(15.0, 1.0), (15.5, 1.0), (30.0, 1.0)]) == 31.0
+    assert (
+        busy_until(10.0, 0.0, [(10.1, 1.0), (10.2, 1.0)], served_at=11.0) == 13.0
+    )  # a third one before them
+    assert busy_until(10.0, 3.0, [(10.1, 1.0)], served_at=11.0) == 14.0
 
 
 times = st.floats(1e-6, 1e6)
