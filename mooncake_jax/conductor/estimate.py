@@ -72,6 +72,11 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """EstimateKVCacheTransferTime: `nbytes` from one other node."""
         return self.transfer_base_seconds + nbytes * (1.0 / self.transfer_nbytes_per_second)
 
+    def slowed(self, times: float) -> CostModel:
+        """What engines compute takes `times` as long; transfers stay as they are (emulated engines)."""
+        names = (name for name in self.__struct_fields__ if name.startswith(("prefill_", "tbt_")))
+        return msgspec.structs.replace(self, **{name: getattr(self, name) * times for name in names})
+
     @property
     def idle_link(self) -> Link:
         """`transfer_seconds` as a link, from a sender that sends nothing else."""

@@ -77,3 +77,11 @@ def test_a_queue_is_the_sum_of_what_is_known_and_a_rate_for_the_rest():
     assert cost.queue_seconds(500, 50.0, 1.0, booked) == pytest.approx(8.0 + 2.0)  # 100 of another Conductor
     assert cost.queue_seconds(500, 0.0, 2.0, booked) == pytest.approx(8.0 + 2.0)
     assert cost.queue_seconds(0, 50.0, 1.0, booked) == 0.0
+
+
+def test_a_slowed_model_computes_slower_and_moves_bytes_as_before():
+    cost = CostModel()
+    slow = cost.slowed(3.0)
+    assert slow.prefill_seconds(1000, 100.0) == pytest.approx(3 * cost.prefill_seconds(1000, 100.0))
+    assert slow.tbt_seconds(4, 1000) == pytest.approx(3 * cost.tbt_seconds(4, 1000))
+    assert slow.transfer_seconds(1e6) == cost.transfer_seconds(1e6)
