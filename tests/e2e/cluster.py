@@ -190,12 +190,14 @@ class LocalCluster:
                     rate_limit_nbytes_per_second=rate_limit_nbytes_per_second,
                 )
 
+            self.directory_address = directory_server.address
+            self._config, self._prefill_config = config, prefill or PrefillConfig()
             self.engines: dict[str, Any] = {}
             self.instances: dict[str, EngineInstance] = {}
             for i in range(num_prefill):
                 name = f"prefill-{i}"
                 self.engines[name] = engine = prefill_engine()
-                self.instances[name] = start_prefill(config(name, engine), engine, prefill or PrefillConfig())
+                self.instances[name] = start_prefill(config(name, engine), engine, self._prefill_config)
                 stack.callback(self.instances[name].close)
             decode = decode or DecodeConfig(staging_nbytes=1 << 20, quarantine_seconds=0.2)
             for i in range(num_decode):
@@ -208,6 +210,17 @@ class LocalCluster:
             wait_until(lambda: len(self.conductor.cluster(Empty()).instances) == total, "all are registered")
             self._start = {name: self.books(name) for name in self.instances}
             self._stack = stack.pop_all()
+
+    def restart(self, name: str, engine: PrefillEngine) -> None:
+        """A prefill instance ends, and a new process of that name begins, with nothing in its memory."""
+        self.instances[name].close()
+        self.engines[name] = engine
+        self.instances[name] = start_prefill(self._config(name, engine), engine, self._prefill_config)
+        self._stack.callback(self.instances[name].close)
+
+    def end(self, request_id: str) -> None:
+        """Give a booking back; ids that have none are no error."""
+        self.conductor.end(RequestEnd(request_id, "all", False, 0.0))
 
     def stub(self, address: str, table) -> Stub:
         if address not in self._stubs:
