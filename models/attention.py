@@ -262,30 +262,52 @@ def decode_attention(
     queries `[b, N, H]` float32; `longest` is the largest position that matters, plus one; result `[b, N,
     H]` float32.
     """
+    b = queries.shape[0]
+    parts = platform.decode_parts if b % platform.decode_parts == 0 else 1
+    size = b // parts
+    with jax.named_scope("decode_attention"):
+        mixed = [
+            _decode_rows(
+                queries[first : first + size],
+                pages,
+                first,
+                positions[first : first + size],
+                longest,
+                platform,
+                run_pages,
+            )
+            for first in range(0, b, size)
+        ]
+        return jnp.concatenate(mixed) if parts > 1 else mixed[0]
+
+
+def _decode_rows(
+    queries: jax.Array,
+    pages: Pages,
+    first: int,
+    positions: jax.Array,
+    longest: jax.Array,
+    platform: Platform,
+    run_pages: int,
+) -> jax.Array:
+    """`decode_attention` of slots `first` …."""
     b, N, H = queries.shape
     K = pages.shape[2]
     run_tokens = run_pages * pages.shape[4]
-    zero = jnp.zeros((), jnp.int32)
-    with jax.named_scope("decode_attention"):
-        compute_dtype = jnp.float32 if pages.dtype == jnp.float32 else jnp.bfloat16
-        q = _scaled(queries).astype(compute_dtype).reshape(b, K, N // K, H)
+    compute_dtype = jnp.float32 if pages.dtype == jnp.float32 else jnp.bfloat16
+    q = _scaled(queries).astype(compute_dtype).reshape(b, K, N // K, H)
+    slot = jnp.full((), first, jnp.int32)
 
-        def run(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            here = (j * run_tokens + jnp.arange(run_tokens, dtype=jnp.int32))[None, :] <= positions[:, None]
-            both = cache.read_pages(pages, b, zero, j * run_pages, run_pages)  # [b, K, 2, S, H]
-            both = jnp.where(here[:, None, None, :, None], both, jnp.zeros((), both.dtype))
-            return (
-                cache.from_storage(both[:, :, 0]),
-                cache.from_storage(both[:, :, 1]),
-                here[:, None, None, :],
-            )
+    def run(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        here = (j * run_tokens + jnp.arange(run_tokens, dtype=jnp.int32))[None, :] <= positions[:, None]
+        both = cache.read_pages(pages, b, slot, j * run_pages, run_pages)  # [b, K, 2, S, H]
+        both = jnp.where(here[:, None, None, :, None], both, jnp.zeros((), both.dtype))
+        return cache.from_storage(both[:, :, 0]), cache.from_storage(both[:, :, 1]), here[:, None, None, :]
 
-        state = _extend(None, q, *run(zero), platform)
-        last = (longest + run_tokens - 1) // run_tokens
-        state = lax.fori_loop(
-            jnp.int32(1), last, lambda j, state: _extend(state, q, *run(j), platform), state
-        )
-        return state.finish().reshape(b, N, H)
+    state = _extend(None, q, *run(jnp.zeros((), jnp.int32)), platform)
+    last = (longest + run_tokens - 1) // run_tokens
+    state = lax.fori_loop(jnp.int32(1), last, lambda j, state: _extend(state, q, *run(j), platform), state)
+    return state.finish().reshape(b, N, H)
 
 
 def dense_attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:

@@ -26,6 +26,9 @@ class Platform:
     prefill_key_tokens: tuple[int, int]  # keys of such a step: at least, at most
     tail_key_tokens: int  # the most keys that attention of a tile by columns reads at a time
     prefill_scores: int  # queries times keys of a step, between these bounds
+    decode_parts: (
+        int  # decode attention takes a batch that divides by it in so many parts: less to keep in caches
+    )
     # (largest batch, keys of one step), ascending; the last is open
     decode_key_tokens: tuple[tuple[int, int], ...]
     draws_row_by_row: bool  # a token is drawn for one row after the other: each takes its own settings' time
@@ -64,6 +67,7 @@ CPU = Platform(
     prefill_key_tokens=(128, 2048),
     tail_key_tokens=1024,
     prefill_scores=128 * 128,
+    decode_parts=2,
     decode_key_tokens=((4, 256), (16, 128), (32, 64)),
     draws_row_by_row=True,
 )
@@ -79,6 +83,7 @@ ACCELERATOR = Platform(
     prefill_key_tokens=(1024, 1024),
     tail_key_tokens=1024,
     prefill_scores=2048 * 1024,
+    decode_parts=1,
     decode_key_tokens=((8, 2048), (64, 1024)),
     draws_row_by_row=False,
 )

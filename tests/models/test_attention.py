@@ -80,14 +80,17 @@ def test_tail_attention_over_store_and_cache_equals_dense_rows(in_store, start, 
     np.testing.assert_allclose(out, DENSE[rows], atol=2e-5)
 
 
+@pytest.mark.parametrize(("slots", "slot"), [(3, 1), (4, 1), (4, 2)])  # four slots are taken in two parts
 @pytest.mark.parametrize("position", [0, 15, 16, 31, 32, 74])
-def test_decode_attention_equals_dense_row_whatever_other_slots_do(position):
-    positions = np.array([3, position, 40], np.int32)
-    queries = np.broadcast_to(Q[position], (3, N, H)).copy()
+def test_decode_attention_equals_dense_row_whatever_other_slots_do(position, slots, slot):
+    positions = np.array([3, 7, 40, 9][:slots], np.int32)
+    positions[slot] = position
+    queries = np.broadcast_to(Q[position], (slots, N, H)).copy()
+    pages = filled_pages(position + 1, slots=slots, slot=slot)
     out = jax.jit(attention.decode_attention, static_argnums=(4, 5))(
-        queries, filled_pages(position + 1), positions, np.int32(position + 1), SMALL, 2
+        queries, pages, positions, np.int32(position + 1), SMALL, 2
     )
-    np.testing.assert_allclose(out[1], DENSE[position], atol=2e-5)
+    np.testing.assert_allclose(out[slot], DENSE[position], atol=2e-5)
 
 
 def test_short_exp2_is_exact_to_bfloat16():
