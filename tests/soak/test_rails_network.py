@@ -155,7 +155,8 @@ def tell(what, result):
     shares = ", ".join(f"{nbytes / (1 << 20):.0f}" for nbytes in result["rails"])
     print(
         f"{what}: {NBYTES / GIB:.2f} GiB in {result['seconds']:.2f} s, {gbit(result):.2f} Gbit/s; "
-        f"MiB by rail: {shares}; frames that changed rails: {result['resubmitted']}"
+        f"MiB by rail: {shares}; frames that changed rails: {result['resubmitted']}",
+        flush=True,
     )
 
 
@@ -169,9 +170,9 @@ def test_four_links_add_up_one_may_go_down_and_is_used_again(network, hosts, opc
 
     def fill(seed):
         nonlocal segment
-        source.ask(register=seed)
-        sink.ask(register=0)
+        near.send(register=seed if source is near else 0)
         segment = far.ask(register=seed if source is far else 0)
+        near.answer()
         return source.ask(crc=True)
 
     def move(half=False):
