@@ -43,7 +43,28 @@ _SHARED: dict[str, Callable[[], Any]] = {
     "dram_bytes": lambda: flags.DEFINE_integer(
         "dram_bytes", 512 << 20, "DRAM for KV blocks of the store node, in bytes.", 1
     ),
+    "ssd_path": lambda: flags.DEFINE_string(
+        "ssd_path", "", "Folder of its own for the store node's SSD tier; no such tier if empty."
+    ),
+    "ssd_nbytes": lambda: flags.DEFINE_integer(
+        "ssd_nbytes", 0, "The most that --ssd_path may take on disk, in bytes.", 0
+    ),
     "cores": lambda: flags.DEFINE_list("cores", [], "CPU cores to run on, such as 0,1; all if empty."),
+    "engine": lambda: flags.DEFINE_enum(
+        "engine",
+        "jax",
+        ["jax", "emulated"],
+        "emulated: computes nothing, takes the time that --cost_model says; bytes and requests are real.",
+    ),
+    "cost_model": lambda: flags.DEFINE_string(
+        "cost_model", "a800_llama3_70b", "emulated: cost model, by name or as a file of launch.profile."
+    ),
+    "time_scale": lambda: flags.DEFINE_float(
+        "time_scale", 1.0, "emulated: real seconds that a modelled second takes.", 1e-6
+    ),
+    "block_tokens": lambda: flags.DEFINE_integer(
+        "block_tokens", 0, "emulated: tokens of a KV block; 0: as --model has them.", 0
+    ),
     "compile_cache": lambda: flags.DEFINE_string(
         "compile_cache", "", "Folder to keep compiled programs in, shared by processes; none if empty."
     ),

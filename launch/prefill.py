@@ -12,12 +12,16 @@ It compiles, then registers at the Conductor. Ask it for its books:
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from launch.flags import define, keep_compiled_programs, pin_to_cores
-from launch.instance import ENGINE_FLAGS, engine_arguments, instance_config
+from launch.instance import ENGINE_FLAGS, emulated_arguments, engine_arguments, instance_config
 from launch.process import run_role
+
+if TYPE_CHECKING:
+    from mooncake_jax.engine.contract import PrefillEngine
 
 define(*ENGINE_FLAGS)
 SLOTS = flags.DEFINE_integer("slots", 2, "Prompts in the device cache at a time.", 1)
@@ -27,18 +31,27 @@ FLAGS = flags.FLAGS
 
 def build(stack: ExitStack) -> tuple[str, str]:
     pin_to_cores()
-    from launch.devices import compute_devices
-    from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
     from mooncake_jax.instance import start_prefill
     from mooncake_jax.prefill.config import PrefillConfig
+
+    engine = _engine()
+    instance = start_prefill(instance_config(), engine, PrefillConfig(max_queue=MAX_QUEUE.value))
+    stack.callback(instance.close)
+    return FLAGS.name, instance.address
+
+
+def _engine() -> PrefillEngine:
+    if FLAGS.engine == "emulated":
+        from mooncake_jax.engine.emulated import EmulatedPrefillEngine
+
+        return EmulatedPrefillEngine(**emulated_arguments(SLOTS.value))
+    from launch.devices import compute_devices
+    from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
 
     keep_compiled_programs(FLAGS.compile_cache)
     devices = compute_devices()
     arguments = engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value)
-    engine = JaxPrefillEngine(**arguments, devices=devices)
-    instance = start_prefill(instance_config(), engine, PrefillConfig(max_queue=MAX_QUEUE.value))
-    stack.callback(instance.close)
-    return FLAGS.name, instance.address
+    return JaxPrefillEngine(**arguments, devices=devices)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from mooncake_jax.engine.contract import DecodeEngine, PrefillEngine
 from mooncake_jax.membership import Membership
 from mooncake_jax.messages import DECODE, PREFILL, InstanceInfo, Role
 from mooncake_jax.prefill.config import PrefillConfig
+from mooncake_jax.prefill.fetch_times import FetchTimes
 from mooncake_jax.prefill.job import KVPaths
 from mooncake_jax.prefill.service import PrefillService
 from mooncake_jax.prefill.worker import PrefillWorker
@@ -45,6 +46,8 @@ class InstanceConfig:
     host: str = "127.0.0.1"
     port: int = 0
     dram_nbytes: int = 256 << 20  # the home node's
+    ssd_path: str = ""  # folder of the home node's SSD tier, if it has one
+    ssd_nbytes: int = 0
     heartbeat_seconds: float = 1.0
     ready_seconds: float = 1800.0  # the most that warm-up may take
     transfer_timeout_seconds: float = 10.0
@@ -92,7 +95,15 @@ class EngineInstance:
                 topology=config.topology,
             )
             stack.callback(self.transfer.close)
-            node_config = NodeConfig(config.name, config.host_id, config.dram_nbytes, engine.format.nbytes)
+            node_config = NodeConfig(
+                config.name,
+                config.host_id,
+                config.dram_nbytes,
+                engine.format.nbytes,
+                ssd_path=config.ssd_path,
+                ssd_nbytes=config.ssd_nbytes,
+                namespace=engine.fingerprint.hex(),
+            )
             self.home = Node(node_config, self.transfer)
             stack.callback(self.home.close)
             self.client = Client(config.directory_address, engine=self.transfer, home=self.home)
@@ -148,9 +159,11 @@ def start_prefill(config: InstanceConfig, engine: PrefillEngine, role: PrefillCo
     """
 
     def parts(ports: _Ports, stack: ExitStack) -> _Parts:
+        if (slots := ports.home.slots) is not None:
+            engine.attach(slots)
         worker = PrefillWorker(engine, role)
         stack.callback(worker.close)
-        paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer)
+        paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer, FetchTimes())
         service = PrefillService(config.name, ports.transfer.peer.epoch, engine, worker, paths)
         return _Parts("prefill", PREFILL, service, worker.wait_ready, role.max_queue)
 

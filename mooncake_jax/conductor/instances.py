@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ _NUM_REPLACED = 16
 
 @dataclass(slots=True, eq=False)
 class Registered:
-    """One instance that lives. `factor`: measured over modelled prefill time."""
+    """One instance that lives. `factor`: measured over modelled time, of a prefill or of a decode step."""
 
     info: InstanceInfo
     load: InstanceLoad
     beaten_at: float
     slot: int
     factor: float = 1.0
+    served_at: float = -math.inf  # when a prompt last ended here
 
     @property
     def name(self) -> str:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
-from models import attention, cache
+from models import attention, cache, split
 from models.config import preset
 from models.platform import CPU
 
@@ -47,6 +48,35 @@ def test_tile_attention_of_rows_in_two_places():
     out = jax.jit(attention.tile_attention, static_argnums=(4, 5))(
         Q[rows], firsts, filled_pages(48), np.int32(1), SMALL, 2
     )
+    np.testing.assert_allclose(out, DENSE[rows], atol=2e-5)
+
+
+@functools.cache
+def tail_step(num_devices):
+    mesh, whole = Mesh(np.array(jax.devices()[:num_devices]), (split.AXIS,)), PartitionSpec()
+
+    def step(queries, own, start, stored, pages, slot):
+        return attention.tail_attention(queries, own, start, stored, 1, pages, slot, SMALL, 2, num_devices)
+
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(
+    ("in_store", "start"), [(0, 0), (0, 16), (0, 64), (1, 16), (3, 48), (4, 64), (1, 64), (2, 48)]
+)
+def test_tail_attention_over_store_and_cache_equals_dense_rows(in_store, start, num_devices):
+    """The store's part of the cache is junk, and so are all blocks of the store that are not the prompt's."""
+    rows, num_layers, layer = slice(start, start + 11), 4, 3
+    held, places = filled_pages(start), [5, 0, 3, 2]
+    memory = np.full((7, num_layers, K, 2, Z, H), JUNK, np.float32)
+    for block, place in enumerate(places[:in_store]):
+        memory[place, layer] = held[1, block]
+    padded = np.array(places[:in_store] + [6] * (8 - in_store), np.int32)
+    stored = attention.StoredBlocks(memory, padded, np.int32(in_store), np.int32(layer - 1))
+    own = np.stack([KEYS[rows], VALUES[rows]], axis=2)
+    pages = held.at[1, :in_store].set(JUNK)
+    out = tail_step(num_devices)(Q[rows], own, np.int32(start), stored, pages, np.int32(1))
     np.testing.assert_allclose(out, DENSE[rows], atol=2e-5)
 
 
