@@ -7,6 +7,7 @@ from kvstore.transfer.request import READ, WRITE, Opcode, TransferRequest
 from kvstore.transfer.segment import Peer, Segment
 from kvstore.transfer.status import TransferError, TransferState, TransferStatus
 from kvstore.transfer.topology import Topology
+from kvstore.transfer.transport.mooncake import Upstream
 from kvstore.transfer.transport.network import RailState
 from kvstore.transfer.transport.shm import SharedBuffer
 
@@ -25,5 +26,6 @@ __all__ = [
     "TransferRequest",
     "TransferState",
     "TransferStatus",
+    "Upstream",
     "WriteGuard",
 ]

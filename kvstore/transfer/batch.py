@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -46,8 +47,9 @@ class Frame:
     nbytes: int
     location: str = DEFAULT_LOCATION
     started: bool = False
-    tried: frozenset[int] = frozenset()  # rails that have failed it, by their place in `Peer.rails`
-    reason: str = ""  # of the last of these failures
+    number: int = 0  # its name at the peer if it may be sent again over another rail
+    tried: frozenset[int] = frozenset()  # rails that broke under it, by their place at the peer
+    reason: str = ""  # why it last had to leave a rail
     delay_seconds: float = 0.0
     fail: str = ""
     flip: memoryview | None = None
@@ -112,6 +114,7 @@ class Batch:
         self._resubmitted = np.zeros(capacity, np.int32)
         self._reasons: dict[int, str] = {}
         self._open: set[Frame] = set()
+        self._watchers: list[Callable[[], None]] = []
 
     def claim(self, num_requests: int) -> int:
         """Makes room for requests; returns the index of the first. Raises ValueError if the batch is full."""
@@ -130,14 +133,14 @@ class Batch:
             self._open.update(frames)
             for frame in frames:
                 self._frames_left[frame.indices] += 1
-            self._changed.notify_all()
+            self._tell()
 
     def reject(self, indices: np.ndarray, reasons: list[str]) -> None:
         """Fails requests that no frame carries."""
         with self._changed:
             self._states[indices] = _FAILED
             self._reasons.update(zip(indices.tolist(), reasons, strict=True))
-            self._changed.notify_all()
+            self._tell()
         self._counters.add_failed(len(indices))
 
     def start(self, frame: Frame) -> bool:
@@ -156,7 +159,7 @@ class Batch:
             frame.started = False
             self._resubmitted[frame.indices] += 1
             self._counters.add_resubmitted()
-            self._changed.notify_all()  # whoever waits has a deadline to watch again
+            self._tell()  # whoever waits has a deadline to watch again
 
     def end(self, frame: Frame, verdict: int, reason: str = "") -> None:
         """Books the end of a running frame: from here on nobody touches its local memory."""
@@ -180,7 +183,26 @@ class Batch:
         if num_failed:
             self._counters.add_failed(num_failed)
         if not self._open:
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def watch(self, watcher: Callable[[], None]) -> float | None:
+        """Calls `watcher` once, when something has changed; from any thread, and it must not block.
+
+        Returns None, and does not, if every submitted request is final; else the seconds until one may expire that
+        nobody would tell of, at most infinity.
+        """
+        with self._changed:
+            now = time.monotonic()
+            if not self._in_flight(now):
+                return None
+            self._watchers.append(watcher)
+            return min((f.deadline for f in self._open if not f.started), default=math.inf) - now
 
     def _expire(self, now: float) -> None:
         for frame in [f for f in self._open if not f.started and f.deadline <= now]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import math
 import secrets
 import socket
 import threading
@@ -21,8 +24,17 @@ from kvstore.transfer.segment import DEFAULT_LOCATION, Peer, Segment
 from kvstore.transfer.status import Counters, Path, TransferError, TransferStatus
 from kvstore.transfer.topology import Topology
 from kvstore.transfer.transport.affinity import Affinity
+from kvstore.transfer.transport.connection import TcpTransport
+from kvstore.transfer.transport.copies import Copies
 from kvstore.transfer.transport.loopback import LoopbackPath
-from kvstore.transfer.transport.network import MAX_ENDPOINTS, STALL_SECONDS, NetworkPath, RailState
+from kvstore.transfer.transport.mooncake import MooncakeTransport, Upstream, UpstreamEngines
+from kvstore.transfer.transport.network import (
+    MAX_ENDPOINTS,
+    STALL_SECONDS,
+    NetworkPath,
+    RailState,
+    Transport,
+)
 from kvstore.transfer.transport.shm import SharedMemoryPath
 from kvstore.transfer.transport.tcp_server import TcpServer, listen
 
@@ -41,13 +53,16 @@ class _Mover(Protocol):
 def choose_path(own: Peer, target: Segment, opcode: Opcode) -> Path:
     """The best path to a segment: its own engine's memory, then shared memory, then the network.
 
-    A write into guarded memory of another process always takes the network: see `WriteGuard`.
+    A write into guarded memory of another process always takes TCP: see `WriteGuard`.
     """
     if target.peer.epoch == own.epoch:
         return "loopback"
     is_mappable = target.peer.host_id == own.host_id and bool(target.shm_path)
-    if is_mappable and (opcode is READ or not target.guarded):
+    is_open = opcode is READ or not target.guarded
+    if is_mappable and is_open:
         return "shm"
+    if own.sessions and target.peer.sessions and target.address and is_open:
+        return "mooncake"
     return "tcp"
 
 
@@ -69,6 +84,7 @@ class TransferEngine:
         connections_per_peer: int = CONNECTIONS_PER_PEER,
         rails: Sequence[str] = (),
         topology: Topology | None = None,
+        upstream: Upstream | None = None,
         max_endpoints: int = MAX_ENDPOINTS,
         stall_seconds: float = STALL_SECONDS,
         faults: Faults | None = None,
@@ -85,11 +101,13 @@ class TransferEngine:
                 `port`, the others free ones.
             topology: which NICs are near which memory, of this host; peers are told. Without it every rail is as
                 near as another.
+            upstream: RDMA devices to use, through the upstream engine, with peers that have some.
             max_endpoints: most rails of peers with open connections; SIEVE makes room, transfers wait for it.
             stall_seconds: a rail of a peer on which nothing moves for so long is left for another of its rails.
             faults: knobs that make requests fail on purpose.
 
-        Raises ValueError for arguments out of range, OSError if the address cannot be bound.
+        Raises ValueError for arguments out of range, OSError if an address cannot be bound or a device not be
+        used, ImportError if there is no upstream engine.
         """
         for each in rails or [host]:
             if each in _NOWHERE:
@@ -106,28 +124,38 @@ class TransferEngine:
         self._batch_ids = itertools.count(1)
         self._closed = False
         self._pacer = None if rate_limit_nbytes_per_second is None else Pacer(rate_limit_nbytes_per_second)
-        addresses = list(rails) or [host]
-        listeners = _listen(addresses, port)
         epoch = secrets.randbits(63)
+        addresses = list(rails) or [host]
+        self._affinity = affinity = None if topology is None else Affinity(topology)
+        engines = None if upstream is None else UpstreamEngines(upstream)
+        listeners = _listen(addresses, port)
         ports = [listener.getsockname()[1] for listener in listeners]
-        self._affinity = None if topology is None else Affinity(topology)
-        tiers = {} if self._affinity is None else self._affinity.tiers_of(addresses)
-        self.peer = Peer(epoch, host_id, list(zip(addresses, ports, strict=True)), tiers)
-        self._registry = Registry(self.peer)
-        self._network = NetworkPath(
+        self.peer = Peer(
             epoch,
-            connections_per_peer,
-            self._pacer,
-            max_endpoints=max_endpoints,
-            stall_seconds=stall_seconds,
-            affinity=self._affinity,
+            host_id,
+            list(zip(addresses, ports, strict=True)),
+            {} if affinity is None else affinity.tiers_of_addresses(addresses),
+            [] if engines is None else engines.sessions,
+            {} if affinity is None or engines is None else affinity.tiers_of_devices(engines.devices),
         )
+        self._registry = Registry(self.peer, engines)
+        transports: dict[Path, Transport] = {"tcp": TcpTransport(epoch, self._pacer, affinity)}
+        if engines is not None:
+            transports["mooncake"] = MooncakeTransport(epoch, engines, affinity)
+        self._networks: dict[Path, NetworkPath] = {
+            path: NetworkPath(
+                transport, connections_per_peer, max_endpoints=max_endpoints, stall_seconds=stall_seconds
+            )
+            for path, transport in transports.items()
+        }
         self._movers: dict[Path, _Mover] = {
             "loopback": LoopbackPath(self._registry),
             "shm": SharedMemoryPath(),
-            "tcp": self._network,
         }
-        self._servers = [TcpServer(each, epoch, self._registry, self._pacer) for each in listeners]
+        for path, network in self._networks.items():
+            self._movers[path] = network
+        copies = Copies()
+        self._servers = [TcpServer(each, epoch, self._registry, self._pacer, copies) for each in listeners]
 
     def register_local_memory(
         self,
@@ -242,6 +270,22 @@ class TransferEngine:
         batch.wait(timeout_seconds)
         return batch.statuses()
 
+    async def wait_async(self, batch_id: int) -> list[TransferStatus]:
+        """`wait` for asyncio: no thread is held meanwhile. If it is cancelled, the transfers go on."""
+        batch = self._batch(batch_id)
+        await _until_final(batch)
+        return batch.statuses()
+
+    async def transfer_async(
+        self, requests: Sequence[TransferRequest], timeout_seconds: float | None = None
+    ) -> None:
+        """`transfer` for asyncio. If it is cancelled, what is in flight goes on in the caller's memory until it
+        has ended, at the latest at its deadline."""
+        batch = Batch(len(requests), self._counters)
+        self._submit(batch, requests, timeout_seconds)
+        await _until_final(batch)
+        _check(batch, len(requests))
+
     def transfer(self, requests: Sequence[TransferRequest], timeout_seconds: float | None = None) -> None:
         """Moves `requests`; returns when all bytes have arrived.
 
@@ -251,13 +295,7 @@ class TransferEngine:
         batch = Batch(len(requests), self._counters)
         self._submit(batch, requests, timeout_seconds)
         batch.wait(None)
-        failures = batch.failures()
-        if failures:
-            index, status = failures[0]
-            raise TransferError(
-                f"{len(failures)} of {len(requests)} requests did not complete; "
-                f"request {index}: {status.state}: {status.reason}"
-            )
+        _check(batch, len(requests))
 
     def counters(self) -> dict[str, int]:
         """Bytes that its requests have moved, by path and direction; "failed": how many did not complete."""
@@ -265,7 +303,7 @@ class TransferEngine:
 
     def rails(self) -> list[RailState]:
         """Every rail of every peer that bytes went to: is it in use, and how much has moved over it."""
-        return self._network.states()
+        return [state for network in self._networks.values() for state in network.states()]
 
     def close(self) -> None:
         """Fails what is in flight, stops serving, and joins every thread. May be called again."""
@@ -287,6 +325,33 @@ class TransferEngine:
         if batch is None:
             raise _unknown(batch_id)
         return batch
+
+
+def _check(batch: Batch, num_requests: int) -> None:
+    """Raises TransferError if not all of the batch has completed."""
+    failures = batch.failures()
+    if failures:
+        index, status = failures[0]
+        raise TransferError(
+            f"{len(failures)} of {num_requests} requests did not complete; "
+            f"request {index}: {status.state}: {status.reason}"
+        )
+
+
+async def _until_final(batch: Batch) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        changed = asyncio.Event()
+
+        def tell(changed: asyncio.Event = changed) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
+                loop.call_soon_threadsafe(changed.set)
+
+        seconds = batch.watch(tell)
+        if seconds is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), None if seconds == math.inf else max(0.0, seconds))
 
 
 def _listen(addresses: list[str], port: int) -> list[socket.socket]:

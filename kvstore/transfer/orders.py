@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.transfer.batch import Batch, Frame
+from kvstore.transfer.buffers import byte_view
 from kvstore.transfer.faults import Fault
-from kvstore.transfer.registry import byte_view
 from kvstore.transfer.request import READ, WRITE, Opcode, TransferRequest
 from kvstore.transfer.segment import DEFAULT_LOCATION, Segment
 from kvstore.transfer.slices import bounds_reason, cut, out_of_bounds

@@ -52,19 +52,19 @@ class Candidate(NamedTuple):
     nbytes_in_flight: int
     is_usable: bool
     has_room: bool  # for one more frame now
-    was_tried: bool  # this frame has failed on it
+    was_tried: bool  # it broke under this frame
 
 
 class Verdict(enum.Enum):
     WAIT = enum.auto()  # the rails to use are full
-    NOWHERE = enum.auto()  # every rail is avoided and has failed this frame
+    NOWHERE = enum.auto()  # every rail is avoided, and broke under this frame
 
 
 def choose(candidates: Sequence[Candidate]) -> int | Verdict:
     """The index of the rail to take: of the nearest usable ones, the one with the fewest bytes in flight.
 
     A farther rail is taken when no nearer one is usable, not when the nearer ones are busy. If none is usable,
-    the frame itself finds out whether one that it has not failed on works again.
+    the frame itself finds out whether one that has not broken under it works again.
     """
     eligible = [i for i, each in enumerate(candidates) if each.is_usable]
     eligible = eligible or [i for i, each in enumerate(candidates) if not each.was_tried]

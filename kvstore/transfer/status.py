@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import threading
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from kvstore.transfer.request import Opcode
 
-Path = Literal["loopback", "shm", "tcp"]
+Path = Literal["loopback", "shm", "tcp", "mooncake"]
 
 
 class TransferState(enum.StrEnum):
@@ -50,9 +50,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values = {
-            f"{path}_{way}": 0 for path in ("loopback", "shm", "tcp") for way in ("read", "write")
-        }
+        self._values = {f"{path}_{way}": 0 for path in get_args(Path) for way in ("read", "write")}
         self._values["failed"] = self._values["resubmitted"] = 0
 
     def add_bytes(self, path: Path, opcode: Opcode, nbytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvstore.transfer.segment import Peer
 from kvstore.transfer.sysfs import interface_addresses, route_source
@@ -19,16 +19,22 @@ class Affinity:
         self._topology = topology
         self._interfaces = interface_addresses()
 
-    def tiers_of(self, addresses: Sequence[str]) -> dict[str, list[int]]:
+    def tiers_of_addresses(self, addresses: Sequence[str]) -> dict[str, list[int]]:
         """For every memory here, the tier of the NIC that has each address."""
         return self._topology.tiers([self._interfaces.get(address, "") for address in addresses])
+
+    def tiers_of_devices(self, devices: Sequence[str]) -> dict[str, list[int]]:
+        """For every memory here, the tier of each NIC."""
+        return self._topology.tiers(devices)
 
     def ways(self, peer: Peer) -> list[str]:
         """The own NIC that leads to each of the peer's rails; "" if none does, or it is not known."""
         return [self._interfaces.get(route_source(host, port), "") for host, port in peer.rails]
 
-    def rank(self, peer: Peer, place: int, way: str, local: str, remote: str) -> int:
-        """Of the peer's rail `place`, reached by the own NIC `way`: the sum of its tiers at both ends."""
-        tiers = peer.tiers.get(remote, [])
-        there = tiers[place] if place < len(tiers) else PREFERRED
-        return self._topology.tier(local, way) + there
+    def ranks(
+        self, ways: Sequence[str], tiers: Mapping[str, Sequence[int]], local: str, remote: str
+    ) -> list[int]:
+        """Of a peer's rails, reached by the own NICs `ways`, of these `tiers` there: the sum of both ends' tiers."""
+        there = list(tiers.get(remote, ()))[: len(ways)]
+        there += [PREFERRED] * (len(ways) - len(there))
+        return [self._topology.tier(local, way) + far for way, far in zip(ways, there, strict=True)]

@@ -1,4 +1,4 @@
-"""TCP, the initiator's side of one connection: it greets the owner of the memory, then frames go to and fro."""
+"""TCP, the initiator's side of rails and their connections: greet the owner of the memory, then frames go to and fro."""
 
 from __future__ import annotations
 
@@ -9,9 +9,31 @@ from kvstore.transfer.batch import Frame
 from kvstore.transfer.pacing import Pacer
 from kvstore.transfer.request import READ
 from kvstore.transfer.segment import Peer
+from kvstore.transfer.slices import MAX_FRAME_NBYTES
 from kvstore.transfer.status import OverdueError
 from kvstore.transfer.transport import wire
+from kvstore.transfer.transport.affinity import Affinity
 from kvstore.transfer.transport.wire import Patience
+
+
+class TcpTransport:
+    """Rails that are TCP addresses, dialled by the engine of `own_epoch`; `pacer` limits what leaves on all."""
+
+    max_frame_nbytes = MAX_FRAME_NBYTES
+
+    def __init__(self, own_epoch: int, pacer: Pacer | None, affinity: Affinity | None):
+        self._own_epoch, self._pacer, self._affinity = own_epoch, pacer, affinity
+
+    def addresses(self, peer: Peer) -> list[tuple[str, int]]:
+        return peer.rails
+
+    def ranks(self, peer: Peer, local: str, remote: str) -> list[int]:
+        if self._affinity is None or len(peer.rails) < 2:
+            return [0] * len(peer.rails)
+        return self._affinity.ranks(self._affinity.ways(peer), peer.tiers, local, remote)
+
+    def connect(self, peer: Peer, place: int) -> Connection:
+        return Connection(peer, peer.rails[place], self._own_epoch, self._pacer)
 
 
 class Connection:
@@ -39,6 +61,8 @@ class Connection:
             self._greet(channel, deadline)
         except OverdueError as error:
             raise OverdueError(f"{where}: {error}") from error
+        except wire.StalledError as error:
+            raise wire.StalledError(f"{where}: {error}") from error
         except OSError as error:
             raise ConnectionError(f"{where}: {error.strerror or error}") from error
 
@@ -70,6 +94,7 @@ class Connection:
                 frame.nbytes,
                 frame.deadline - time.monotonic(),
                 frame.permit,
+                frame.number,
             )
         )
         views = frame.views if frame.lengths.all() else [view for view in frame.views if len(view)]

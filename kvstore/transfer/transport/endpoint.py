@@ -173,14 +173,14 @@ class Endpoint:
                 self.dispatcher.left(self)
             return None
 
-    def retire(self) -> list[Frame]:
-        """Takes no more; lanes leave when they are idle. Returns the frames nobody has begun. Lock held."""
+    def retire(self) -> list[Job]:
+        """Takes no more; lanes leave when they are idle. Returns the jobs nobody has begun. Lock held."""
         self.is_retired = True
-        frames = [job for job in self._queue if isinstance(job, Frame)]
-        self.num_jobs -= len(self._queue)
+        jobs = list(self._queue)
+        self.num_jobs -= len(jobs)
         self._queue.clear()
         self._changed.notify_all()
-        return frames
+        return jobs
 
     def abort(self) -> None:
         """Wakes every lane out of its network call."""

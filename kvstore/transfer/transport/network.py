@@ -8,27 +8,45 @@ peers share one pool; SIEVE makes room in it, never at the cost of one with a fr
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from kvstore.transfer.batch import Frame
-from kvstore.transfer.pacing import Pacer
 from kvstore.transfer.rails import Candidate, Health, Verdict, choose
 from kvstore.transfer.segment import Peer
 from kvstore.transfer.sieve import Sieve
 from kvstore.transfer.slices import frame_nbytes
-from kvstore.transfer.transport.affinity import Affinity
-from kvstore.transfer.transport.connection import Connection
-from kvstore.transfer.transport.endpoint import Endpoint, Probe
-from kvstore.transfer.transport.wire import Patience
+from kvstore.transfer.transport.endpoint import Carrier, Endpoint, Probe
+from kvstore.transfer.transport.wire import Patience, StalledError
 
 MAX_ENDPOINTS = 256
 MAX_RESTING_ROUTES = 1024  # peers remembered though nothing moves to them
 STALL_SECONDS = 0.3
+
+
+class Transport(Protocol):
+    """How bytes go over a rail."""
+
+    max_frame_nbytes: int
+
+    def addresses(self, peer: Peer) -> list[tuple[str, int]]:
+        """The peer's rails of this kind; the place in this list names a rail."""
+        ...
+
+    def ranks(self, peer: Peer, local: str, remote: str) -> list[int]:
+        """How far each rail is from memory at these locations, lower is nearer."""
+        ...
+
+    def connect(self, peer: Peer, place: int) -> Carrier:
+        """A carrier for one lane on a rail, which opens itself when it is used."""
+        ...
 
 
 class RailState(msgspec.Struct, frozen=True):
@@ -64,12 +82,11 @@ class _Rail:
 class _Route:
     """The ways to one peer, and what waits to go there: a backlog for each pair of memory locations."""
 
-    def __init__(self, peer: Peer):
+    def __init__(self, peer: Peer, addresses: Sequence[tuple[str, int]]):
         self.peer = peer
-        self.rails = [_Rail(self, place, address) for place, address in enumerate(peer.rails)]
+        self.rails = [_Rail(self, place, address) for place, address in enumerate(addresses)]
         self.backlogs: dict[tuple[str, str], deque[Frame]] = {}
         self.ranks: dict[tuple[str, str], list[int]] = {}  # of the rails
-        self.ways: list[str] | None = None  # the own NICs that lead to them
 
     @property
     def is_resting(self) -> bool:
@@ -81,20 +98,19 @@ class NetworkPath:
 
     def __init__(
         self,
-        own_epoch: int,
+        transport: Transport,
         connections_per_rail: int,
-        pacer: Pacer | None,
         *,
         max_endpoints: int = MAX_ENDPOINTS,
         stall_seconds: float = STALL_SECONDS,
-        affinity: Affinity | None = None,
     ):
         self.lock = threading.Lock()
         self.closed = threading.Event()
-        self._own_epoch, self._pacer, self._affinity = own_epoch, pacer, affinity
+        self._transport = transport
         self._connections_per_rail = connections_per_rail
         self._max_endpoints = max_endpoints
         self._stall_seconds = stall_seconds
+        self._numbers = itertools.count(1)
         self._routes: dict[tuple[int, tuple[tuple[str, int], ...]], _Route] = {}
         self._rail_of: dict[Endpoint, _Rail] = {}  # of every endpoint with a thread, retired ones too
         self._leaving: list[Endpoint] = []  # their last threads are about to end
@@ -103,17 +119,22 @@ class NetworkPath:
 
     def frame_nbytes(self, peer: Peer, total_nbytes: int) -> int:
         """Largest frame for `total_nbytes` to a peer."""
-        return frame_nbytes(total_nbytes, self._connections_per_rail, len(peer.rails))
+        num_rails = len(self._transport.addresses(peer))
+        largest = frame_nbytes(total_nbytes, self._connections_per_rail, num_rails)
+        return min(largest, self._transport.max_frame_nbytes)
 
     def submit(self, frames: list[Frame]) -> None:
         """Queues frames, all for the same peer; returns at once."""
         peer = frames[0].target.peer
-        refusal = "" if peer.rails else f"peer {peer.host_id!r} has no network address"
+        refusal = "" if self._transport.addresses(peer) else f"peer {peer.host_id!r} has no network address"
         with self.lock:
             if self.closed.is_set():
                 refusal = "the engine was closed"
             elif not refusal:
                 route = self._route(peer)
+                if len(route.rails) > 1:
+                    for frame in frames:
+                        frame.number = next(self._numbers)
                 key = (frames[0].location, frames[0].target.location)
                 route.backlogs.setdefault(key, deque()).extend(frames)
                 self._pump(route)
@@ -121,12 +142,13 @@ class NetworkPath:
             frame.refuse(refusal)
 
     def _route(self, peer: Peer) -> _Route:
-        key = (peer.epoch, tuple(peer.rails))
+        addresses = self._transport.addresses(peer)
+        key = (peer.epoch, tuple(addresses))
         route = self._routes.get(key)
         if route is None:
             if len(self._routes) >= MAX_RESTING_ROUTES:
                 self._routes = {k: route for k, route in self._routes.items() if not route.is_resting}
-            route = self._routes[key] = _Route(peer)
+            route = self._routes[key] = _Route(peer, addresses)
         return route
 
     def _pump(self, route: _Route) -> None:
@@ -150,7 +172,7 @@ class NetworkPath:
     def _choose(self, route: _Route, frame: Frame) -> int | Verdict:
         ranks = route.ranks.get(_locations(frame))
         if ranks is None:
-            ranks = route.ranks[_locations(frame)] = self._ranks(route, *_locations(frame))
+            ranks = route.ranks[_locations(frame)] = self._transport.ranks(route.peer, *_locations(frame))
         return choose(
             [
                 Candidate(
@@ -163,14 +185,6 @@ class NetworkPath:
                 for rail in route.rails
             ]
         )
-
-    def _ranks(self, route: _Route, local: str, remote: str) -> list[int]:
-        affinity = self._affinity
-        if affinity is None or len(route.rails) < 2:
-            return [0] * len(route.rails)
-        if route.ways is None:
-            route.ways = affinity.ways(route.peer)
-        return [affinity.rank(route.peer, i, way, local, remote) for i, way in enumerate(route.ways)]
 
     def _has_room(self, rail: _Rail) -> bool:
         if rail.endpoint is not None:
@@ -196,11 +210,11 @@ class NetworkPath:
             assert victim is not None
             assert victim.endpoint is not None
             self._take_down(victim.endpoint)
-        peer, address = rail.route.peer, rail.address
+        peer, place = rail.route.peer, rail.place
         rail.endpoint = endpoint = Endpoint(
             self,
             f"transfer-to-{peer.host_id}",
-            lambda: Connection(peer, address, self._own_epoch, self._pacer),
+            lambda: self._transport.connect(peer, place),
             self._connections_per_rail,
         )
         self._rail_of[endpoint] = rail
@@ -215,9 +229,12 @@ class NetworkPath:
         rail.endpoint = None
         if rail in self._pool:
             self._pool.remove(rail)
-        for frame in endpoint.retire():
-            self._release(rail, frame)
-            rail.route.backlogs[_locations(frame)].appendleft(frame)
+        for job in endpoint.retire():
+            self._release(rail, job)
+            if isinstance(job, Frame):
+                rail.route.backlogs[_locations(job)].appendleft(job)
+            else:
+                rail.health.is_probing = False
         if not endpoint.has_lanes:
             del self._rail_of[endpoint]
 
@@ -274,7 +291,8 @@ class NetworkPath:
         """Puts a frame whose rail has failed back in front of the backlog; False if no rail is left for it."""
         rail = self._rail_of[endpoint]
         self._fail(endpoint)
-        frame.tried |= {rail.place}
+        if not isinstance(error, StalledError):  # a rail that was too slow is better than none
+            frame.tried |= {rail.place}
         frame.reason = str(error) or type(error).__name__
         if self.closed.is_set() or self._choose(rail.route, frame) is Verdict.NOWHERE:
             return False
@@ -333,7 +351,8 @@ class NetworkPath:
         with self.lock:
             self.closed.set()
             endpoints = [*self._rail_of, *self._leaving]
-            frames = [frame for endpoint in endpoints for frame in endpoint.retire()]
+            jobs = [job for endpoint in endpoints for job in endpoint.retire()]
+            frames = [job for job in jobs if isinstance(job, Frame)]
             for route in self._routes.values():
                 for backlog in route.backlogs.values():
                     frames += backlog

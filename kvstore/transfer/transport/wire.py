@@ -4,9 +4,11 @@ A connection begins with a hello in each direction; then one side sends frames a
 
     hello   magic 8 | version u16 | status u16 | 0 u32 | own epoch u64 | expected epoch u64
     frame   magic u32 | opcode u8 | 0 u8 | name bytes u16 | pieces u32 | timeout in ms u32 | payload bytes u64 | permit u64
+            | number u64
             name, table (pieces × (offset u64, length u64)), and for WRITE the payload
     answer  magic u32 | status u16 | reason bytes u16; reason, and for READ that is OK the payload
 
+A frame's number is unique at its sender, and the same when it is sent again over another rail; 0: it never is.
 Integers are little-endian. The payload is the concatenation of the pieces in table order.
 """
 
@@ -30,12 +32,12 @@ from kvstore.transfer.slices import MAX_FRAME_NBYTES, MAX_FRAME_PIECES
 from kvstore.transfer.status import OverdueError, TransferError
 
 MAGIC = b"MCKVXFER"
-VERSION = 2
+VERSION = 3
 HELLO = struct.Struct("<8sHHIQQ")
 HELLO_OK, HELLO_STALE = 0, 1
 
 FRAME_MAGIC, ANSWER_MAGIC = 0x4D46524D, 0x52534E41
-FRAME = struct.Struct("<IBBHIIQQ")
+FRAME = struct.Struct("<IBBHIIQQQ")
 ANSWER = struct.Struct("<IHH")
 OK, REFUSED = 0, 1
 MAX_NAME_NBYTES = 2000  # 500 characters of UTF-8
@@ -70,6 +72,7 @@ class FrameHeader(NamedTuple):
     timeout_seconds: float
     nbytes: int
     permit: int
+    number: int
 
 
 def pack_frame(
@@ -80,26 +83,29 @@ def pack_frame(
     nbytes: int,
     timeout: float,
     permit: int = 0,
+    number: int = 0,
 ) -> bytes:
     """Header, name and table of a frame; `timeout` in seconds."""
     raw_name = name.encode()
     table = np.empty((len(offsets), 2), "<u8")
     table[:, 0], table[:, 1] = offsets, lengths
     milliseconds = min(max(0, int(timeout * 1000)), 2**32 - 1)
-    header = FRAME.pack(FRAME_MAGIC, opcode, 0, len(raw_name), len(offsets), milliseconds, nbytes, permit)
+    header = FRAME.pack(
+        FRAME_MAGIC, opcode, 0, len(raw_name), len(offsets), milliseconds, nbytes, permit, number
+    )
     return b"".join((header, raw_name, table.tobytes()))
 
 
 def check_frame(header: bytes) -> FrameHeader:
     """Raises ProtocolError if it is malformed."""
-    magic, opcode, _, name_nbytes, pieces, milliseconds, nbytes, permit = FRAME.unpack(header)
+    magic, opcode, _, name_nbytes, pieces, milliseconds, nbytes, permit, number = FRAME.unpack(header)
     if magic != FRAME_MAGIC:
         raise ProtocolError(f"frame magic {magic:#x}")
     if opcode not in (1, 2) or not 0 < name_nbytes <= MAX_NAME_NBYTES:
         raise ProtocolError(f"frame with opcode {opcode} and a name of {name_nbytes} bytes")
     if not 0 < pieces <= MAX_FRAME_PIECES or nbytes > MAX_FRAME_NBYTES:
         raise ProtocolError(f"frame of {pieces} pieces and {nbytes} bytes")
-    return FrameHeader(opcode, name_nbytes, pieces, milliseconds / 1000, nbytes, permit)
+    return FrameHeader(opcode, name_nbytes, pieces, milliseconds / 1000, nbytes, permit, number)
 
 
 def unpack_table(raw: bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,9 @@
 """Rails that are cut, frozen and restored under transfers (case 50): nothing is lost, nothing arrives late."""
 
+import math
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -109,6 +111,45 @@ def test_what_a_frozen_rail_held_back_does_not_arrive_in_the_buffer_later(railed
     assert (sink == 5).all()
 
 
+class Doorman:
+    """Admits every write, and counts those that are arriving."""
+
+    def __init__(self):
+        self.inside, self.most = 0, 0
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def admit(self, permit, offsets, lengths):
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        try:
+            yield math.inf
+        finally:
+            with self.lock:
+                self.inside -= 1
+
+
+def test_a_write_that_changes_rails_leaves_no_copy_behind_at_the_owner(railed):
+    """Else the frozen copy would keep its permit, and the slot, for as long as the writer had."""
+    system = railed(2, nbytes=MIB, connections_per_peer=1)
+    doorman, memory = Doorman(), np.zeros(8 * MIB, np.uint8)
+    system.owner.register_local_memory(memory, name="guarded", guard=doorman)
+    segment = Segment(system.segment.peer, "guarded", 8 * MIB, guarded=True)
+    engine, source = system.engine, np.full(8 * MIB, 7, np.uint8)
+    system.relays[1].freeze()
+    batch = engine.allocate_batch_id(1)
+    engine.submit_transfer(batch, [TransferRequest(WRITE, memoryview(source), segment, 0)])
+    while system.relays[0].nbytes < 2 * MIB:
+        threading.Event().wait(0.001)
+    system.relays[0].freeze()
+    system.relays[1].thaw()
+    (status,) = engine.wait(batch, 100)
+    assert (status.state, doorman.inside) == ("COMPLETED", 0)
+    assert (memory == 7).all()
+    engine.free_batch_id(batch)
+
+
 def test_rails_that_nobody_answers_on_fail_one_after_the_other_and_then_the_request(railed):
     system = railed(3, nbytes=MIB)
     for relay in system.relays:
@@ -163,7 +204,7 @@ def test_a_lone_rail_is_given_all_the_time_of_the_transfer(railed):
 
 
 def test_a_refusal_by_the_owner_is_not_tried_on_another_rail(railed):
-    system = railed(2, nbytes=MIB)
+    system = railed(2, nbytes=MIB, stall_seconds=60)
     unknown = Segment(system.segment.peer, "unknown", MIB)
     with pytest.raises(TransferError, match="'unknown' is not registered"):
         system.engine.transfer([TransferRequest(READ, memoryview(bytearray(10)), unknown, 0)])

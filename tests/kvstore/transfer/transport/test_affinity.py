@@ -36,7 +36,7 @@ def moved(engine):
 
 def test_the_rail_near_the_remote_memory_is_taken_the_other_one_when_it_has_failed(near_and_far, make_engine):
     relays, segments = near_and_far
-    engine = make_engine("here", topology=Topology({"cpu:0": ([], [])}))
+    engine = make_engine("here", topology=Topology({"cpu:0": ([], [])}), stall_seconds=60)
     read(engine, segments["cpu:0"])
     assert moved(engine) == [4, 0]
     read(engine, segments["cpu:1"])
@@ -56,10 +56,12 @@ def test_without_a_topology_all_rails_are_near(near_and_far, make_engine):
 def test_the_own_nic_on_the_way_counts_as_well(make_engine):
     owner = make_engine("far", rails=["127.0.0.1", "127.0.0.2"])
     affinity = Affinity(Topology({"cpu:0": (["lo"], []), "cpu:1": (["eth9"], ["lo"])}))
-    assert affinity.tiers_of(["127.0.0.1", "192.0.2.77"]) == {"cpu:0": [0, 0], "cpu:1": [1, 0]}
+    assert affinity.tiers_of_addresses(["127.0.0.1", "192.0.2.77"]) == {"cpu:0": [0, 0], "cpu:1": [1, 0]}
     ways = affinity.ways(owner.peer)
     assert ways == ["lo", "lo"]
-    assert [affinity.rank(owner.peer, 0, "lo", place, "cpu:0") for place in ("cpu:0", "cpu:1")] == [0, 1]
+    assert affinity.ranks(ways, {}, "cpu:0", "cpu:0") == [0, 0]
+    assert affinity.ranks(ways, {"cpu:0": [2, 0]}, "cpu:1", "cpu:0") == [3, 1]
+    assert affinity.ranks(ways, {"cpu:0": [1]}, "cpu:0", "cpu:0") == [1, 0]  # a peer that says too little
 
 
 def test_memory_has_the_location_it_was_registered_with():
