@@ -213,12 +213,15 @@ class TieredStore(SlotStore):
             self._pool.release(handle)
 
     def _promote(self, keys: Sequence[bytes], deadline: float, handles: list[int]) -> None:
-        """Bring those of `keys` that are on SSD only into DRAM, and add to `handles` what holds them there."""
+        """Bring those of `keys` that are on SSD only into DRAM, and add to `handles` what holds them there.
+
+        One of them however late it is, so that who asks again gets on.
+        """
         wanted = [
             key for key, here in zip(keys, super().exists(keys), strict=True) if not here and key in self._ssd
         ]
-        for key in dict.fromkeys(wanted):
-            if self._clock() >= deadline:
+        for number, key in enumerate(dict.fromkeys(wanted)):
+            if number and self._clock() >= deadline:
                 return
             handle = self._promote_one(key, deadline)
             if handle is not None:

@@ -100,6 +100,7 @@ def test_a_damaged_object_is_a_miss_everywhere_and_can_be_put_again(cluster, ssd
     home, far = cluster.client(store), cluster.client()
     keys, data = blocks(20)
     fill(store, home, keys, data)
+    cluster.settle()
     os.truncate(ssd / "slots", 5 * 4096 + 10)
     assert far.get(keys[:8]) == data[:5] + [None] * 3
     assert home.get(keys[:8]) == data[:5] + [None] * 3
