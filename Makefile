@@ -4,6 +4,7 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
+TEST_PROCESSES ?= 2
 SOAK_SECONDS ?= 60
 PEERS ?= .peers
 MOONCAKE_TRACES ?= ../shared/traces
@@ -37,7 +38,7 @@ serve: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m launch.fetch || echo "without the model, tests of its real weights are skipped"
-	$(BIN)/python -m pytest tests -m "not soak"
+	$(BIN)/python -m pytest tests -m "not soak" --numprocesses=$(TEST_PROCESSES) --dist=loadfile
 
 soak: $(READY)
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests -m soak

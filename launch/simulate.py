@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from absl import flags
@@ -23,10 +24,10 @@ from tqdm import tqdm
 
 from kvstore.errors import InvalidError
 from launch.process import UsageError, run_main
-from mooncake_jax.conductor.policy import POLICIES
+from mooncake_jax.conductor.policy import POLICIES, PolicyName
 from mooncake_jax.cost_model import CostModelFile
 from mooncake_jax.simulation import Cluster, ClusterConfig, State, Workload
-from mooncake_jax.synthetic_trace import KINDS, generate
+from mooncake_jax.synthetic_trace import KINDS, KindName, generate
 from mooncake_jax.trace import Trace, read_trace
 
 _TRACE = flags.DEFINE_string(
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
 def _trace() -> Trace:
     kind = _TRACE.value.removeprefix("generated:")
     if kind != _TRACE.value:
-        trace = generate(kind, _REQUESTS.value or 12_000, _SECONDS.value, _SEED.value)
+        trace = generate(cast(KindName, kind), _REQUESTS.value or 12_000, _SECONDS.value, _SEED.value)
     else:
         trace = read_trace(_TRACE.value, _REQUESTS.value or None)
     return trace.superposed(_COPIES.value) if _COPIES.value > 1 else trace
@@ -118,7 +119,7 @@ def _config(split: str, file: CostModelFile, threshold: float, gbps: float) -> C
         num_prefill=num_prefill // _GROUP.value,
         num_decode=num_decode,
         costs=file.costs,
-        policy=_POLICY.value,
+        policy=cast(PolicyName, _POLICY.value),
         balancing_threshold=threshold,
         ttft_slo_seconds=_TTFT_SLO.value if _REJECT.value else 0.0,
         tbt_slo_seconds=_TBT_SLO.value if _REJECT.value else 0.0,

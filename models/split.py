@@ -1,12 +1,14 @@
-"""How a prefill step is split over devices that compute side by side, inside a `shard_map` over `AXIS`.
+"""How a step is split over devices that compute side by side, inside a `shard_map`.
 
-`ByRows`, for tiles of many rows: each device takes rows, and has all weights. `ByColumns`, for few rows (the last
-tokens of a cached prompt), where reading weights and keys is what costs: each device takes a share of the large
-weights (`models.llama.Param.shared_axis`) and of the keys. Either way each has a whole cache.
+`ByRows` (sequence parallelism), for tiles of many rows: each device takes rows, and has all weights. `ByColumns`, for
+few rows (the last tokens of a cached prompt), where reading weights and keys is what costs: each device takes a share of
+the large weights (`models.llama.Param.shared_axis`) and of the keys. Either way each has a whole cache. `ByHeads` (tensor
+parallelism): each device has some heads, their share of the cache and of the weights, and computes them for all rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-AXIS = "devices"  # the mesh axis
+from models.config import LlamaConfig
+
+AXIS = "devices"  # the mesh axis of ByRows and ByColumns
+TENSOR = "tensor"  # the mesh axis of ByHeads
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,13 @@ class ByRows:
 
     num_devices: int
 
+    def own(self, cfg: LlamaConfig) -> LlamaConfig:
+        """The heads and widths that one device computes."""
+        return cfg
+
     @property
     def shares(self) -> int:
-        """Into how many shares the columns of a weight are cut; a device has one."""
+        """Into how many shares the columns of a weight are cut that are gathered after the product; a device has one."""
         return 1
 
     @property
@@ -75,12 +84,20 @@ class ByRows:
         ahead = [2 * d for d in range(n)]
         return jnp.concatenate([chunks[i] for i in ahead + [i + 1 for i in reversed(ahead)]])
 
+    def total(self, name: str, product: jax.Array, wire: Any) -> jax.Array:
+        """What the projection `name` ("out" or "down") gives rows as those of `x`, `[rows, D]` float32, from this device's
+        part of it. `wire`: the dtype in which parts that are to be added up cross."""
+        return product
+
 
 @dataclass(frozen=True)
 class ByColumns:
     """`x` is the whole tile on every device. Meanings are those of `ByRows`."""
 
     num_devices: int
+
+    def own(self, cfg: LlamaConfig) -> LlamaConfig:
+        return cfg
 
     @property
     def shares(self) -> int:
@@ -99,18 +116,67 @@ class ByColumns:
     def gather_tile(self, rows: jax.Array) -> jax.Array:
         return rows
 
+    def total(self, name: str, product: jax.Array, wire: Any) -> jax.Array:
+        return lax.psum(product, AXIS) if name == "down" and self.num_devices > 1 else product
 
-Split = ByRows | ByColumns
+
+@dataclass(frozen=True)
+class ByHeads:
+    """`x` is the whole tile on every device of the axis `TENSOR`, and everything between two residuals is a device's
+    own: it runs a model with fewer heads and a narrower MLP, whose outputs are added up, twice a layer."""
+
+    num_devices: int
+
+    def own(self, cfg: LlamaConfig) -> LlamaConfig:
+        """Raises ValueError naming what does not divide."""
+        n = self.num_devices
+        for what, count in (("KV heads", cfg.num_kv_heads), ("columns of the MLP", cfg.d_ff)):
+            if count % n:
+                raise ValueError(f"{count} {what} do not divide over tensor:{n}")
+        return dataclasses.replace(
+            cfg, num_heads=cfg.num_heads // n, num_kv_heads=cfg.num_kv_heads // n, d_ff=cfg.d_ff // n
+        )
+
+    @property
+    def shares(self) -> int:
+        return 1
+
+    @property
+    def order(self) -> int:
+        return 1
+
+    def dealt(self, tile: int) -> np.ndarray:
+        return np.arange(tile, dtype=np.int32)
+
+    def run_rows(self, tile: int) -> int:
+        return tile
+
+    def firsts(self, num_rows: int) -> list[jax.Array]:
+        return [jnp.zeros((), jnp.int32)]
+
+    def offsets(self, num_rows: int) -> jax.Array:
+        return jnp.arange(num_rows, dtype=jnp.int32)
+
+    def gather_tile(self, rows: jax.Array) -> jax.Array:
+        return rows
+
+    def total(self, name: str, product: jax.Array, wire: Any) -> jax.Array:
+        if self.num_devices == 1:
+            return product
+        return lax.psum(product.astype(wire), TENSOR).astype(jnp.float32)
+
+
+Split = ByRows | ByColumns | ByHeads
+
+
+def add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`[T, out]` float32 plus `[out]`."""
+    return product if bias is None else product + bias.astype(jnp.float32)[None]
 
 
 def gather_columns(x: jax.Array, shares: int) -> jax.Array:
     """Every device's output columns `[T, out/n]` → `[T, out]` on every device."""
     return x if shares == 1 else lax.all_gather(x, AXIS, axis=1, tiled=True)
-
-
-def sum_shares(x: jax.Array, shares: int) -> jax.Array:
-    """The sum of every device's `[T, D]`, products of its share of what they contract, on every device."""
-    return x if shares == 1 else lax.psum(x, AXIS)
 
 
 def fitting_devices(most: int, tiles: Sequence[int], table: Any) -> int:

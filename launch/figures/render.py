@@ -53,7 +53,7 @@ def write_png(path: Path, figure: Figure) -> None:
     Raises UsageError when matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure as Canvas
+        from matplotlib.figure import Figure as Canvas  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UsageError("PNG files need matplotlib: pip install 'mooncake-jax[figures]'") from error
     canvas = Canvas(figsize=(max(5.2 * len(figure.panels), 7.0), 3.8), layout="constrained")

@@ -8,7 +8,7 @@ second takes `time_scale` real ones. Texts are made up, and the same for the sam
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
@@ -66,6 +66,9 @@ class EmulatedPrefillEngine:
         self.tile_tokens = max(_TILE_TOKENS // Z, 1) * Z
         self._costs, self._pace = costs, pace
 
+    def attach(self, memory: np.ndarray) -> None:
+        """Nothing is read in place: the bytes of a prefix are copied."""
+
     def warm_up(self) -> None:
         """Nothing to compile."""
 
@@ -79,7 +82,7 @@ class EmulatedPrefillEngine:
         sample: Sampling | None = None,
         prompt: np.ndarray | None = None,
         targets: np.ndarray | None = None,
-    ) -> Iterator[GroupKV | PromptScores | Sampled]:
+    ) -> Generator[GroupKV | PromptScores | Sampled]:
         f, stop = self.format, start + len(tokens)
         if not 0 < len(tokens) <= self.tile_tokens or start % f.block_tokens or stop > self.max_tokens:
             raise ValueError(f"tile [{start}, {stop}) is too long, out of range or not on a block edge")
