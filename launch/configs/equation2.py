@@ -1,8 +1,7 @@
 """Equation 2: the bandwidth from which reusing a prefix is faster than computing it.
 
-    B / G > 2 d s / (gqa (a p d + b d²))
-
-Claim: 6 GB/s on 8×A800 and 19 GB/s on 8×H800 for 8,192 tokens of LLaMA3-70B, so that one NIC of 100 Gbps is enough.
+Claim: B / G > 2 d s / (gqa (a p d + b d²)), which is 6 GB/s on 8×A800 and 19 GB/s on 8×H800 for 8,192
+tokens of LLaMA3-70B, so that one NIC of 100 Gbps is enough.
 
     python -m launch.experiment --config=equation2      # nothing runs
 """

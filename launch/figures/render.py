@@ -56,7 +56,7 @@ def write_png(path: Path, figure: Figure) -> None:
         from matplotlib.figure import Figure as Canvas  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UsageError("PNG files need matplotlib: pip install 'mooncake-jax[figures]'") from error
-    canvas = Canvas(figsize=(5.2 * len(figure.panels), 3.8), layout="constrained")
+    canvas = Canvas(figsize=(max(5.2 * len(figure.panels), 7.0), 3.8), layout="constrained")
     canvas.suptitle(f"{figure.title} ({figure.kind})", fontsize=10)
     for axes, panel in zip(
         canvas.subplots(1, len(figure.panels), squeeze=False)[0], figure.panels, strict=True

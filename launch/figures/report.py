@@ -58,7 +58,7 @@ def results_page(
     left_out = [name for name in modules if name not in figures]
     if left_out:
         parts.append(
-            f"## Left out\n\n{', '.join(left_out)}: the trace is not public with the others; give it by `--traces` "
+            f"## Left out\n\n{', '.join(left_out)}: the trace was not here; give it by `--traces` "
             "(see `python -m launch.fetch_traces`).\n"
         )
     parts.append(_constants(lab))

@@ -1,8 +1,8 @@
 """A disaggregated cluster that serves a trace: the Conductor's own decisions, simulated machines.
 
 A request's way: it is placed when its scheduling is done; its prefix comes from another node or from SSD, if it
-must; its prompt is computed; its KV goes to the decode node meanwhile; it is loaded there and joins the batch. Its
-first token counts from there.
+must; its prompt is computed; its KV goes to the decode node meanwhile, and is loaded there. That is the time of its first
+token. The wait for the next step of the batch belongs to its first token interval.
 """
 
 from __future__ import annotations
@@ -217,20 +217,21 @@ class Cluster:
 
     def _arrived(self, request: int) -> None:
         d = self._pair[request][1]
-        num_steps = self.workload.num_outputs[request] - 1
         if d in self._dead_decode:
             self._again(request)
-        elif num_steps:
+            return
+        self.ledger.first_token_at[request] = self.loop.now
+        num_steps = self.workload.num_outputs[request] - 1
+        if num_steps:
             self.decodes[d].add(request, self.workload.num_tokens[request], num_steps)
         else:
-            self.ledger.first_token_at[request] = self.loop.now
             self._left([request])
 
     def _joiner(self, decode: int) -> Callable[[int, int], None]:
         ledger, loop = self.ledger, self.loop
 
         def joined(request: int, step: int) -> None:
-            ledger.first_token_at[request] = loop.now
+            ledger.first_wait[request] = loop.now - ledger.first_token_at[request]
             ledger.node[request] = decode
             ledger.first_step[request] = step
 

@@ -259,7 +259,8 @@ class CoupledCluster:
             ledger.first_token_at[request] = loop.now
             ledger.node[request] = number
             ledger.first_step[request] = step
-            ledger.stalled_before[request] = self.nodes[number].batch.log.stalled(step)
+            # what held that step up before the request's first token is none of its own
+            ledger.first_wait[request] = -self.nodes[number].batch.log.stalled(step)
 
         return joined
 

@@ -34,7 +34,7 @@ class Ledger:
         self.first_token_at = [0.0] * num
         self.node = [-1] * num  # whose batch it joined
         self.first_step = [0] * num
-        self.stalled_before = [0.0] * num  # of the wait for that step, what was over when it joined
+        self.first_wait = [0.0] * num  # from the first token to that step, beyond the step's own time
         self.prefix_tokens = [0] * num  # reused
         self.fetched_tokens = [0] * num
         self.transfer_seconds = [0.0] * num  # prefill to decode, while the NICs had it
@@ -59,7 +59,7 @@ class Ledger:
             logs,
             np.array(self.node),
             np.array(self.first_step),
-            np.array(self.stalled_before),
+            np.array(self.first_wait),
             np.where(finished, num_intervals, 0),
         )
         return Outcomes(
@@ -117,7 +117,7 @@ def _intervals(
     logs: list[StepLog],
     node: np.ndarray,
     first_step: np.ndarray,
-    stalled_before: np.ndarray,
+    first_wait: np.ndarray,
     count: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     # per request: mean of the longest tenth of its intervals, and of all; 0 without intervals
@@ -135,7 +135,7 @@ def _intervals(
             steps = first[:, None] + columns
             inside = columns < lengths[:, None]
             values = np.where(inside, durations.take(steps, mode="clip"), 0.0)
-            values[:, 0] -= stalled_before[rows]
+            values[:, 0] += first_wait[rows]
             mean[rows] = values.sum(1) / lengths
             values.sort(1)
             num_longest = -(-lengths // 10)

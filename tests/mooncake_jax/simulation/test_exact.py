@@ -27,8 +27,8 @@ class Stepwise:
         self.now = 0.0
         self.left, self.kv, self.tokens = {}, {}, {}
 
-    def join(self, request, kv_tokens, num_outputs):
-        self.tokens[request] = [self.now]
+    def join(self, request, kv_tokens, num_outputs, first_token_at=None):
+        self.tokens[request] = [self.now if first_token_at is None else first_token_at]
         if num_outputs > 1:
             self.left[request], self.kv[request] = num_outputs - 1, kv_tokens
 
@@ -66,7 +66,9 @@ def test_a_decode_node(costs, make_workload, num_slots, seed):
     loop, ledger = EventLoop(), Ledger(workload)
 
     def joined(request, step):
-        ledger.first_token_at[request], ledger.node[request], ledger.first_step[request] = loop.now, 0, step
+        ledger.node[request], ledger.first_step[request] = 0, step
+        ledger.first_token_at[request] = workload.arrivals[request]
+        ledger.first_wait[request] = loop.now - workload.arrivals[request]
 
     def left(requests):
         for request in requests:
@@ -86,7 +88,12 @@ def test_a_decode_node(costs, make_workload, num_slots, seed):
             slow.now = max(slow.now, workload.arrivals[coming[0]])
         while coming and workload.arrivals[coming[0]] <= slow.now and len(slow.left) < num_slots:
             request = coming.pop(0)
-            slow.join(request, workload.num_tokens[request], workload.num_outputs[request])
+            slow.join(
+                request,
+                workload.num_tokens[request],
+                workload.num_outputs[request],
+                workload.arrivals[request],
+            )
         slow.step()
     slow.compare(workload, outcomes)
     assert len(slow.tokens) == len(workload)
