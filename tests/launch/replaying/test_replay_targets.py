@@ -33,9 +33,8 @@ def test_requests_go_out_at_their_times_whatever_became_of_the_others():
         await response.prepare(request)
         for text in ("a", "b"):
             await response.write(b'data: {"choices": [{"text": "%s"}]}\n\n' % text.encode())
-        await response.write(
-            b'data: {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 7}}}\n\ndata: [DONE]\n\n'
-        )
+        usage = b'{"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 7}}'
+        await response.write(b'data: {"choices": [], "usage": %s}\n\ndata: [DONE]\n\n' % usage)
         return response
 
     async def run():
