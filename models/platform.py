@@ -28,6 +28,7 @@ class Platform:
     prefill_scores: int  # queries times keys of a step, between these bounds
     # (largest batch, keys of one step), ascending; the last is open
     decode_key_tokens: tuple[tuple[int, int], ...]
+    draws_row_by_row: bool  # a token is drawn for one row after the other: each takes its own settings' time
 
     def storage_dtype(self, dtype: str) -> np.dtype:
         """How KV and embedding rows of a `dtype` model lie in device memory."""
@@ -64,6 +65,7 @@ CPU = Platform(
     tail_key_tokens=1024,
     prefill_scores=128 * 128,
     decode_key_tokens=((4, 256), (16, 128), (32, 64)),
+    draws_row_by_row=True,
 )
 ACCELERATOR = Platform(
     name="accelerator",
@@ -78,6 +80,7 @@ ACCELERATOR = Platform(
     tail_key_tokens=1024,
     prefill_scores=2048 * 1024,
     decode_key_tokens=((8, 2048), (64, 1024)),
+    draws_row_by_row=False,
 )
 
 

@@ -15,6 +15,7 @@ Both are exact: only the time differs. Tokens that tie with the last one kept ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -40,33 +41,81 @@ class Drawn(NamedTuple):
     top_logprobs: jax.Array
 
 
+class _Likeliest(NamedTuple):
+    """Of each row the most likely token (the lowest id among equals), `[B]`, and its logit, `[B, 1]`."""
+
+    token: jax.Array
+    logit: jax.Array
+
+
 def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The most likely token of each row of `[B, V]` (the lowest id among equals), and its log probability."""
-    top = logits.max(-1, keepdims=True)
-    return _first_equal(logits, top), -jnp.log(jnp.exp(logits - top).sum(-1))
+    token, top = _likeliest(logits)
+    return token, -jnp.log(jnp.exp(logits - top).sum(-1))
 
 
-def sample(logits: jax.Array, draw: Draw, seen: jax.Array) -> Drawn:
-    """Draw as `draw` says from `[B, V]`; `seen` `[B, V]` int32 is what `remembered` counts."""
-    shaped = lax.cond(_changes_logits(draw), lambda: _shape(logits, draw, seen), lambda: logits)
+def sample(logits: jax.Array, draw: Draw, seen: jax.Array, *, row_by_row: bool) -> Drawn:
+    """Draw as `draw` says from `[B, V]`; `seen` `[≥ B, V]` int32 is what `remembered` counts.
+
+    `row_by_row`: one row after the other, so that each takes the time of its own settings; else all together,
+    and what one row needs is computed for all of them.
+    """
+    B = logits.shape[0]
+    likeliest = _likeliest(logits)
+    if row_by_row and B > 1:
+        token, best, best_tokens = lax.map(
+            lambda row: _alone(row, logits, likeliest, draw, seen), jnp.arange(B)
+        )
+    else:
+        token = _tokens(logits, likeliest, draw, lambda: seen[:B])
+        best, best_tokens = _told(logits, draw)
+    log_sum = likeliest.logit + jnp.log(jnp.exp(logits - likeliest.logit).sum(-1, keepdims=True))
+    return Drawn(token, _at(logits, token) - log_sum[:, 0], best_tokens, best - log_sum)
+
+
+def _alone(
+    row: jax.Array, logits: jax.Array, likeliest: _Likeliest, draw: Draw, seen: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Token and most likely tokens of one row of the batch."""
+
+    def of(column: Column) -> jax.Array:
+        return lax.dynamic_slice_in_dim(jnp.asarray(column), row, 1)
+
+    one: Draw = jax.tree.map(of, draw)
+    token = of(likeliest.token)
+    is_plain = (one.temperature <= 0.0).all() & ~_changes_logits(one)
+    token = lax.cond(
+        is_plain,
+        lambda: token,
+        lambda: _tokens(of(logits), _Likeliest(token, of(likeliest.logit)), one, lambda: of(seen)),
+    )
+    return token[0], *(column[0] for column in _told(logits, one, of))
+
+
+def _tokens(logits: jax.Array, likeliest: _Likeliest, draw: Draw, seen: Callable[[], jax.Array]) -> jax.Array:
+    """The drawn tokens, `[B]`."""
+
+    def change() -> tuple[jax.Array, _Likeliest]:
+        shaped = _shape(logits, draw, seen())
+        return shaped, _likeliest(shaped)
+
+    shaped, likeliest = lax.cond(_changes_logits(draw), change, lambda: (logits, likeliest))
     shaped = lax.optimization_barrier(shaped)
-    top = shaped.max(-1, keepdims=True)
     is_greedy = jnp.asarray(draw.temperature) <= 0.0
-    drawn = lax.cond(
-        is_greedy.all(), lambda: jnp.zeros(is_greedy.shape, jnp.int32), lambda: _random(shaped, top, draw)
+    drawn = lax.cond(is_greedy.all(), lambda: likeliest.token, lambda: _random(shaped, likeliest.logit, draw))
+    return jnp.where(is_greedy, likeliest.token, drawn)
+
+
+def _told(
+    logits: jax.Array, draw: Draw, of: Callable[[jax.Array], jax.Array] = lambda all_rows: all_rows
+) -> tuple[jax.Array, jax.Array]:
+    """The most likely tokens of the rows `of(logits)`, if one of them asks: logits and ids, `[B, MAX_TOP]`."""
+    B, count = draw.num_top.shape[0], min(MAX_TOP, logits.shape[-1])
+    return lax.cond(
+        (jnp.asarray(draw.num_top) > 0).any(),
+        lambda: largest(of(logits), count),
+        lambda: (jnp.zeros((B, count), jnp.float32), jnp.zeros((B, count), jnp.int32)),
     )
-    token = jnp.where(is_greedy, _first_equal(shaped, top), drawn)
-    raw_top = logits.max(-1)
-    log_sum = raw_top + jnp.log(jnp.exp(logits - raw_top[:, None]).sum(-1))
-    num_top = min(MAX_TOP, logits.shape[-1])
-    nothing = (
-        jnp.zeros((logits.shape[0], num_top), jnp.float32),
-        jnp.zeros((logits.shape[0], num_top), jnp.int32),
-    )
-    best, best_tokens = lax.cond(
-        (jnp.asarray(draw.num_top) > 0).any(), lambda: largest(logits, num_top), lambda: nothing
-    )
-    return Drawn(token, _at(logits, token) - log_sum, best_tokens, best - log_sum[:, None])
 
 
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
@@ -99,7 +148,7 @@ def _largest(values: jax.Array, count: int, widths: tuple[int, ...]) -> tuple[ja
         best, where = lax.top_k(values, count)
         return best, where
     width, *rest = widths
-    blocks = jnp.pad(values, ((0, 0), (0, -n % width)), constant_values=-jnp.inf).reshape(B, -1, width)
+    blocks = _blocks(values, width, -jnp.inf)
     _, chosen = _largest(blocks.max(-1), count, tuple(rest))
     inside = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(B, -1)
     best, where = lax.top_k(inside, count)
@@ -142,7 +191,7 @@ def _random(shaped: jax.Array, top: jax.Array, draw: Draw) -> jax.Array:
     threshold = jnp.where(has_top_k, at_k, -jnp.inf)
     threshold = lax.cond(
         (has_top_k & (wanted > count)).any(),
-        lambda: jnp.where(has_top_k & (wanted > count), _kth_largest(shaped, wanted), threshold),
+        lambda: jnp.where(has_top_k & (wanted > count), _reached_by(shaped, wanted), threshold),
         lambda: threshold,
     )
     weights = jnp.where(shaped >= threshold[:, None], weigh(shaped), 0.0)
@@ -191,18 +240,22 @@ def _draw(weights: jax.Array, draw: Draw, limit: jax.Array) -> jax.Array:
     return lax.while_loop(lambda state: ~state.done.all(), again, state).token
 
 
-def _kth_largest(values: jax.Array, k: jax.Array) -> jax.Array:
-    """The `k`-th largest of each row of `[B, n]`, by bisection over integers that are ordered like floats."""
+def _reached_by(values: jax.Array, k: jax.Array) -> jax.Array:
+    """A number that `k` elements of each row of `[B, n]` reach, and no others but those that equal the k-th.
+
+    By bisection over integers that are ordered like floats, until one between the k-th and the next is met.
+    """
     bits = lax.bitcast_convert_type(values, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + (low & high & 1) + ((low ^ high) & 1)  # rounded up
-        holds = (ordered >= middle[:, None]).sum(-1, dtype=jnp.int32) >= k
-        return jnp.where(holds, middle, low), jnp.where(holds, high, middle - 1)
+        above = (ordered >= middle[:, None]).sum(-1, dtype=jnp.int32)
+        low, high = jnp.where(above >= k, middle, low), jnp.where(above > k, high, middle - 1)
+        return low, jnp.where(above == k, low, high)
 
-    low, _ = lax.fori_loop(0, 32, halve, (ordered.min(-1), ordered.max(-1)))
+    low, _ = lax.while_loop(lambda b: (b[0] < b[1]).any(), halve, (ordered.min(-1), ordered.max(-1)))
     return lax.bitcast_convert_type(jnp.where(low < 0, low ^ 0x7FFFFFFF, low), jnp.float32)
 
 
@@ -218,8 +271,7 @@ def _uniform(seed: Column, step: Column, attempt: jax.Array) -> jax.Array:
 
 def _search(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The token whose share of the cumulative weight contains `uniform` `[B]`; never one of weight 0."""
-    B, V = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -V % _COLUMNS))).reshape(B, -1, _COLUMNS)
+    blocks = _blocks(weights, _COLUMNS, 0.0)
     block_ends = jnp.cumsum(blocks.sum(-1), axis=-1)
     target = uniform * block_ends[:, -1]
     block = _first_above(block_ends, target)
@@ -235,8 +287,25 @@ def _first_above(ends: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.minimum((ends <= target[:, None]).sum(-1), last_rise)
 
 
+def _likeliest(logits: jax.Array) -> _Likeliest:
+    """Faster than argmax."""
+    V, width = logits.shape[-1], _BLOCKS[0]
+    blocks = _blocks(logits, width, -jnp.inf)
+    largest_of_block = blocks.max(-1)
+    top = largest_of_block.max(-1, keepdims=True)
+    block = _first_equal(largest_of_block, top)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+    return _Likeliest(jnp.minimum(block * width + _first_equal(inside, top), V - 1), top)
+
+
+def _blocks(values: jax.Array, width: int, filler: float) -> jax.Array:
+    """`[B, n]` as `[B, ⌈n / width⌉, width]`."""
+    B, n = values.shape
+    return jnp.pad(values, ((0, 0), (0, -n % width)), constant_values=filler).reshape(B, -1, width)
+
+
 def _first_equal(values: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The lowest index of each row of `[B, n]` that equals `wanted` `[B, 1]`; faster than argmax."""
+    """The lowest index of each row of `[B, n]` that equals `wanted` `[B, 1]`; the last one if none does."""
     n = values.shape[-1]
     return jnp.where(values == wanted, jnp.arange(n, dtype=jnp.int32), n - 1).min(-1)
 

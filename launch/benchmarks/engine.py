@@ -2,13 +2,14 @@
 
 Our model step is timed around the engine contract, host copies of the results inside. vLLM is timed around its
 offline `generate`, so it carries its scheduler; its decode figure is (65 tokens - 1 token) of the same prompts.
+`decode_b8_mixed` has no peer: eight requests with the settings of `MIXED_SAMPLING` beside the same eight, all greedy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,15 +26,27 @@ from launch.model_cache import smollm2_checkpoint
 from launch.model_source import load
 from models import draw as draws
 from mooncake_jax.engine.contract import BatchRows, DecodeEngine, PrefillEngine
+from mooncake_jax.engine.draw_rows import fill as fill_row
 from mooncake_jax.engine.jax_decode import JaxDecodeEngine
 from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
-from mooncake_jax.request import Sampling
+from mooncake_jax.request import Bias, Sampling
 
 PROMPTS = (128, 512, 2048, 8000)
 BATCHES = (1, 8, 32)
 LONG_CONTEXT_BATCHES = (8, 32)
 CONTEXT, LONG_CONTEXT = 128, 2048
 NUM_STEPS = 64
+MIXED_SAMPLING = (
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.95, seed=1),
+    Sampling(temperature=1.0, seed=2),
+    Sampling(temperature=1.0, top_k=50, seed=3),
+    Sampling(temperature=1.0, min_p=0.05, seed=4),
+    Sampling(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5, seed=5),
+    Sampling(repetition_penalty=1.1, biases=[Bias(5, 3.0)]),
+    Sampling(temperature=1.0, top_p=0.9, num_top=5, seed=6),
+)
+MIXED_ROW = f"decode_b{len(MIXED_SAMPLING)}_mixed"
 TURN_SECONDS = 2.0
 RNG = np.random.default_rng(20)
 
@@ -72,20 +85,35 @@ def fill(engine: DecodeEngine, batch: int, context: int) -> None:
             engine.insert(slot, first, blocks[: form.num_blocks(context) - first])
 
 
-def decode_seconds(engine: DecodeEngine, batch: int, context: int, num_steps: int = NUM_STEPS) -> float:
-    """Seconds of `num_steps` decode steps of `batch` rows that begin at `context` tokens each."""
+def decode_seconds(
+    engine: DecodeEngine,
+    batch: int,
+    context: int,
+    num_steps: int = NUM_STEPS,
+    settings: Sequence[Sampling] = (),
+) -> float:
+    """Seconds of `num_steps` decode steps of `batch` rows that begin at `context` tokens each.
+
+    `settings`: how the first rows draw; the others are greedy.
+    """
     B = engine.num_slots
+    draw = draws.blank(B)
+    for row, sampling in enumerate(settings):
+        fill_row(draw, row, sampling)
+        if sampling.looks_back:
+            engine.remember(row, fresh_prompt(context).tolist(), [])
     rows = BatchRows(
         active=np.arange(B) < batch,
         tokens=fresh_prompt(B) % engine.vocab_size,
         positions=np.full(B, context, np.int32),
-        draw=draws.blank(B),
+        draw=draw,
     )
     fill(engine, batch, context)
     start = time.perf_counter()
     for _ in range(num_steps):
         tokens, *_ = engine.generate(rows)
         rows = rows._replace(tokens=tokens, positions=rows.positions + 1)
+        draw.step[:] += 1
     return time.perf_counter() - start
 
 
@@ -122,6 +150,7 @@ def _step_names() -> list[str]:
         [f"prefill_{n}" for n in PROMPTS]
         + [f"decode_b{b}" for b in BATCHES]
         + [f"decode_b{b}_ctx2048" for b in LONG_CONTEXT_BATCHES]
+        + [MIXED_ROW]
     )
 
 
@@ -193,4 +222,12 @@ def _step_rows(
             else None,
             VllmPeer.name,
         )
+    batch = len(MIXED_SAMPLING)
+    tokens = batch * NUM_STEPS
+    add(
+        MIXED_ROW,
+        lambda: tokens / decode_seconds(decode, batch, CONTEXT, settings=MIXED_SAMPLING),
+        lambda: tokens / decode_seconds(decode, batch, CONTEXT),
+        "ours, all greedy",
+    )
     return rows

@@ -163,7 +163,8 @@ def _draw(
     seen: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Final activations `[B, D]` → the fields of `sampling.Drawn`, and `seen` `[≥ B, V]` with what was drawn."""
-    drawn = sampling.sample(llama.head(cfg, platform, params, x), draw, seen[: x.shape[0]])
+    logits = llama.head(cfg, platform, params, x)
+    drawn = sampling.sample(logits, draw, seen, row_by_row=platform.draws_row_by_row)
     return *drawn, sampling.remembered(seen, drawn.token, active)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fakes.engine import FakeDecodeEngine, FakePrefillEngine
@@ -151,8 +152,13 @@ class LocalCluster:
         decode_engine: Callable[[], DecodeEngine] = FakeDecodeEngine,
         transfer_timeout_seconds: float = 60.0,
         rate_limit_nbytes_per_second: float | None = None,
+        ssd: Path | None = None,
+        ssd_nbytes: int = 4_000_000,
     ):
-        """`host_ids`: instance name → host id; equal ones share memory. The rate limit is each instance's."""
+        """`host_ids`: instance name → host id; equal ones share memory. The rate limit is each instance's.
+
+        `ssd`: the folder in which each instance's home node has the folder of its SSD tier.
+        """
         with ExitStack() as stack:
             directory = Directory()
             stack.callback(directory.close)
@@ -177,6 +183,8 @@ class LocalCluster:
                     conductor_address=conductor_server.address,
                     host_id=host_ids(name),
                     dram_nbytes=num_home_blocks * engine.format.nbytes,
+                    ssd_path="" if ssd is None else str(ssd / name),
+                    ssd_nbytes=0 if ssd is None else ssd_nbytes,
                     heartbeat_seconds=0.2,
                     transfer_timeout_seconds=transfer_timeout_seconds,
                     rate_limit_nbytes_per_second=rate_limit_nbytes_per_second,

@@ -6,6 +6,7 @@ The engines are compiled once a test session; clusters borrow them one after the
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -48,14 +49,17 @@ def arguments(num_slots: int, swapped: bool = False) -> dict:
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory):
-    """Engines of one test run compile each program once."""
+    """Engines of one test run compile each program once, in whichever of its processes."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
         "jax_persistent_cache_min_entry_size_bytes",
     )
     before = {name: getattr(jax.config, name) for name in names}
-    use_persistent_cache(str(tmp_path_factory.mktemp("compiled")))
+    use_persistent_cache(str(base / "compiled"))
     yield
     for name, value in before.items():
         jax.config.update(name, value)

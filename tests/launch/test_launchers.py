@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROLES = ("directory", "kvstore", "conductor", "frontend", "prefill", "decode", "cluster")
+ROLES = ("directory", "kvstore", "kvstore_ctl", "conductor", "frontend", "prefill", "decode", "cluster")
 ENGINE = ("--name=x", "--directory=127.0.0.1:1", "--conductor=127.0.0.1:1")
 
 
@@ -41,6 +41,7 @@ def test_help_shows_the_command_and_every_flag(role):
         ("conductor_ctl", ("--conductor=127.0.0.1:1", "explain", "r", "s"), "'s'"),
         ("kvstore", ("--name=x", "--directory=127.0.0.1:1"), "--slot_bytes"),
         ("kvstore", ("--name=x", "--directory=127.0.0.1:1", "--model=/nowhere"), "/nowhere"),
+        ("kvstore_ctl", ("--directory=127.0.0.1:1", "--action=drain"), "--node"),
         ("frontend", ("--model=preset:tiny",), "--conductor"),
         ("prefill", (*ENGINE, "--model=/nowhere"), "/nowhere"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--max_tokens=100000"), "512"),

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -17,10 +19,10 @@ def draw(rows, **columns):
     return out
 
 
-@jax.jit
-def sample(logits, how, seen=None):
+@partial(jax.jit, static_argnames="row_by_row")
+def sample(logits, how, seen=None, row_by_row=False):
     seen = np.zeros(logits.shape, np.int32) if seen is None else seen
-    drawn = sampling.sample(logits, how, seen)
+    drawn = sampling.sample(logits, how, seen, row_by_row=row_by_row)
     return drawn.token, drawn.logprob, drawn.top_tokens, drawn.top_logprobs
 
 
@@ -147,6 +149,34 @@ def test_a_row_that_is_drawn_again_does_not_change_its_neighbours():
         assert int(alone[0]) == together[row]
 
 
+def test_rows_drawn_one_by_one_are_those_drawn_together():
+    """Neighbours that need every branch beside some that need none."""
+    rng, B = np.random.default_rng(4), 4
+    for round_ in range(48):
+        logits = np.stack([FLAT if rng.random() < 0.5 else LOGITS[i] for i in range(B)])
+        seen = rng.integers(0, 4, (B, V)).astype(np.int32)
+        how = draw(
+            B,
+            temperature=rng.choice([0.0, 0.7, 1.5], B),
+            top_k=rng.choice([0, 5, 300], B),
+            top_p=rng.choice([1.0, 0.5, 0.9], B),
+            min_p=rng.choice([0.0, 0.1], B),
+            presence=rng.choice([0.0, 1.0], B),
+            repetition=rng.choice([1.0, 1.3], B),
+            num_top=rng.choice([0, 3], B),
+            seed=np.arange(B),
+            step=round_,
+        )
+        if round_ % 2:
+            how.bias_tokens[1, 0], how.biases[1, 0] = logits[1].argsort()[-2], 5.0
+        together, alone = sample(logits, how, seen), sample(logits, how, seen, row_by_row=True)
+        asked = how.num_top > 0
+        assert np.array_equal(together[0], alone[0])
+        np.testing.assert_allclose(together[1], alone[1], atol=1e-5)
+        assert np.array_equal(np.asarray(together[2])[asked], np.asarray(alone[2])[asked])
+        np.testing.assert_allclose(np.asarray(together[3])[asked], np.asarray(alone[3])[asked], atol=1e-5)
+
+
 def test_equal_logits_at_the_edge_are_all_kept():
     logits = np.full(V, -20.0, np.float32)
     logits[[7, 9, 200, 400]] = [3.0, 2.0, 2.0, 2.0]
@@ -163,10 +193,11 @@ def test_the_largest_are_those_of_sorting():
 
 
 @pytest.mark.parametrize("k", [1, 2, 300, V])
-def test_bisection_finds_the_kth_largest_of_both_signs(k):
-    values = np.stack([FLAT, -np.abs(FLAT), np.abs(FLAT), LOGITS[0] * 1e30])
-    found = jax.jit(sampling._kth_largest)(values, np.full(4, k, np.int32))
-    assert np.array_equal(found, np.sort(values, axis=1)[:, -k])
+def test_bisection_finds_what_k_of_both_signs_reach(k):
+    values = np.stack([FLAT, -np.abs(FLAT), np.abs(FLAT), LOGITS[0] * 1e30, np.round(FLAT)])
+    found = np.asarray(jax.jit(sampling._reached_by)(values, np.full(5, k, np.int32)))
+    kth = np.sort(values, axis=1)[:, -k]
+    assert np.array_equal(values >= found[:, None], values >= kth[:, None])
 
 
 def best_of(logits, seen=None, **how):
