@@ -47,7 +47,7 @@ def _status(stub: Stub) -> str:
     lines = ["ready" if cluster.ready else "not ready"]
     for info, load in zip(cluster.instances, cluster.loads, strict=True):
         lines.append(
-            f"{info.instance.name:<20} {info.role:<8} {info.instance.address:<22} "
+            f"{info.instance.name:<20} {info.role:<8} {info.model:<24} {info.instance.address:<22} "
             f"{load.used_slots} of {info.num_slots} slots, {len(load.request_ids)} requests, "
             f"{load.queued_tokens} tokens queued"
         )

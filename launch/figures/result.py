@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Verdict = Literal["inside", "outside", "report"]
-Kind = Literal["simulated", "measured", "computed"]
+Kind = Literal["simulated", "measured", "computed", "emulated"]
 Values = dict[str, float]
 
 

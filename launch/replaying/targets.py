@@ -66,8 +66,13 @@ class Target(Protocol):
     async def close(self) -> None: ...
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int = -1
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -116,7 +121,10 @@ class OpenAITarget:
                         return msgspec.structs.replace(outcome, status="failed", error=data.decode()[:300])
                     chunk = self._decode(data)
                     tokens.add(sum(1 for choice in chunk.choices if choice.text), time.monotonic())
-                    num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens
+                    if chunk.usage:
+                        num_tokens = chunk.usage.completion_tokens
+                        if details := chunk.usage.prompt_tokens_details:
+                            outcome = msgspec.structs.replace(outcome, cached_tokens=details.cached_tokens)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             return msgspec.structs.replace(outcome, status="failed", error=f"{type(error).__name__}: {error}")
         return tokens.fill(outcome, num_tokens)

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -249,9 +250,8 @@ class Conductor:
     def _prefix_lengths(
         self, keys: Sequence[bytes], held: Mapping[str, int], on_ssd: Mapping[str, int], now: float
     ) -> PrefixLengths:
-        lengths = self.expected.lengthen(keys, held)
-        prefills = self.instances.of("prefill")
-        local = np.array([lengths.get(p.info.home_node, 0) if p else 0 for p in prefills], np.int64)
+        lengths, homes = self.expected.lengthen(keys, held), self.instances.prefill_homes
+        local = np.fromiter(map(lengths.get, homes, repeat(0)), np.int64, len(homes))
         best = max(held.values(), default=0)
         if best == 0:
             return PrefixLengths(local, 0, "")
@@ -259,9 +259,8 @@ class Conductor:
         waits = {node: (on_ssd.get(node, 0), self.bookings.in_flight_nbytes(node, now)) for node in holders}
         least = min(waits.values())
         holder = self._random.choice([node for node in holders if waits[node] == least])
-        receivers = [prefill.name if prefill else "" for prefill in prefills]
         ssd_nbytes = least[0] * self._block_nbytes
-        link = self.links.link(holder, receivers, least[1], now, ssd_nbytes=ssd_nbytes)
+        link = self.links.link(holder, self.instances.prefill_names, least[1], now, ssd_nbytes=ssd_nbytes)
         return PrefixLengths(local, best, holder, link)
 
     @property

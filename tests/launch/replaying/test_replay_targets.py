@@ -33,7 +33,8 @@ def test_requests_go_out_at_their_times_whatever_became_of_the_others():
         await response.prepare(request)
         for text in ("a", "b"):
             await response.write(b'data: {"choices": [{"text": "%s"}]}\n\n' % text.encode())
-        await response.write(b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\ndata: [DONE]\n\n')
+        usage = b'{"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 7}}'
+        await response.write(b'data: {"choices": [], "usage": %s}\n\ndata: [DONE]\n\n' % usage)
         return response
 
     async def run():
@@ -52,7 +53,7 @@ def test_requests_go_out_at_their_times_whatever_became_of_the_others():
 
     got = asyncio.run(run())
     assert [one.status for one in got] == ["ok", "ok", "rejected", "failed"]
-    assert got[0].output_tokens == 2
+    assert (got[0].output_tokens, got[0].cached_tokens) == (2, 7)
     assert got[0].ttft_seconds >= arrived[-1] - arrived[0]
     assert got[2].retry_after_seconds == 3.0
     assert "500" in got[3].error
