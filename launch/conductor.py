@@ -39,6 +39,9 @@ COST_MODEL = flags.DEFINE_string(
     "Cost model of the prefill and decode instances: a file that launch.profile wrote, or the name of one that "
     "comes along; empty: slow defaults.",
 )
+TIME_SCALE = flags.DEFINE_float(
+    "time_scale", 1.0, "Of emulated instances: real seconds that a second of --cost_model takes.", 1e-6
+)
 TTFT_SLO = flags.DEFINE_float("ttft_slo_seconds", 0.0, "Refuse (429) above this forecast; 0: never.", 0.0)
 TBT_SLO = flags.DEFINE_float("tbt_slo_seconds", 0.0, "Refuse (429) above this forecast; 0: never.", 0.0)
 DECISION_LOG = flags.DEFINE_string("decision_log", "", "File for every decision; in memory only if empty.")
@@ -78,7 +81,7 @@ def _number(text: str) -> float:
 
 def _cost_model() -> CostModel:
     if COST_MODEL.value:
-        return CostModelFile.load(COST_MODEL.value).costs.estimator()
+        return CostModelFile.load(COST_MODEL.value).costs.estimator().slowed(TIME_SCALE.value)
     log.warning(
         "no --cost_model: forecasts use slow defaults until they are corrected by what is measured; "
         "python -m launch.profile makes a model of this machine"

@@ -97,6 +97,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             prefill_seconds_per_prefix_token=self.prefill_seconds_per_prefix_token,
             transfer_base_seconds=self.transfer_base_seconds,
             transfer_nbytes_per_second=self.nic_nbytes_per_second,
+            ssd_nbytes_per_second=self.ssd_nbytes_per_second,
             tbt_base_seconds=base,
             tbt_seconds_per_request=self.decode_seconds_per_extra_request,
             tbt_seconds_per_kv_token=self.decode_seconds_per_kv_token,

@@ -319,8 +319,9 @@ class Client:
         with home.reserve(keys, len(views[0]), part_nbytes, namespace=self._namespace) as reservation:
             accepted = [index for index, yes in enumerate(reservation.accepted) if yes]
             pairs = [(reservation.buffer(index), views[index]) for index in accepted]
-            for index, crcs in zip(accepted, self._copier.copy_parts(pairs, part_nbytes), strict=True):
-                reservation.commit(index, crcs)
+            self._copier.copy(pairs)
+            for index in accepted:
+                reservation.commit(index)
             return [reason or "stored" for reason in reservation.reasons]
 
     def _put_elsewhere(

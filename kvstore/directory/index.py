@@ -5,7 +5,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from kvstore.messages import Tier
@@ -126,6 +126,15 @@ class PrefixIndex(Generic[Key]):
     def lengths(self, keys: Sequence[Key]) -> dict[str, int]:
         """The length of the leading run of every node that holds `keys[0]`; shortest first."""
         return {node: length for length, mask in self.runs(keys) for node in self._nodes_of(mask)}
+
+    def num_on_ssd(self, keys: Sequence[Key], lengths: Mapping[str, int]) -> dict[str, int]:
+        """Per node: how many of its first `lengths[node]` keys it has on SSD only; nodes without any are left out."""
+        counts = {}
+        for node, length in lengths.items():
+            on_ssd = self._on_ssd.get(node)
+            if on_ssd and (count := sum(key in on_ssd for key in keys[:length])):
+                counts[node] = count
+        return counts
 
     def _nodes_of(self, mask: int) -> list[str]:
         names, nodes = self._names, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstore.directory.replica_state import ReplicaState
@@ -96,6 +96,11 @@ class DirectoryReplica:
         """See `PrefixIndex.lengths`."""
         with self._lock:
             return self._state.index.lengths(keys)
+
+    def num_on_ssd(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> dict[str, int]:
+        """See `PrefixIndex.num_on_ssd`."""
+        with self._lock:
+            return self._state.index.num_on_ssd(keys, lengths)
 
     def subscribe(self, listener: ReplicaListener) -> None:
         """`listener` hears the present state at once (on this thread), then every change."""

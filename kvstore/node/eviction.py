@@ -76,13 +76,12 @@ class LeastRecent(Generic[Key]):
 
     def pop_oldest(self, count: int) -> list[Key]:
         """Discard the next `count` victims (or all there are), oldest first."""
+        if not self._stamps:
+            return self._pop_called(count)
         victims: list[Key] = []
         while len(victims) < count and (oldest := self.oldest()) is not None:
-            if self._stamps:
-                victims.append(oldest[1])
-                self.discard(oldest[1])
-            else:
-                self._pop_called(victims, count)
+            victims.append(oldest[1])
+            self.discard(oldest[1])
         return victims
 
     def stamps(self) -> dict[Key, Stamp]:
@@ -115,18 +114,21 @@ class LeastRecent(Generic[Key]):
             self._next_call()
         return None
 
-    def _pop_called(self, victims: list[Key], count: int) -> None:
-        # at most up to the end of the oldest call
-        uses = self._uses
-        use, keys = self._calls[0]
-        left = self._oldest_left
-        while left and len(victims) < count:
-            left -= 1
-            key = keys[left]
-            if uses.get(key) == use:
-                del uses[key]
-                victims.append(key)
-        self._oldest_left = left
+    def _pop_called(self, count: int) -> list[Key]:
+        uses, victims = self._uses, []
+        while self._calls and len(victims) < count:
+            use, keys = self._calls[0]
+            left = len(keys) if self._oldest_left < 0 else self._oldest_left
+            while left and len(victims) < count:
+                left -= 1
+                key = keys[left]
+                if uses.get(key) == use:
+                    del uses[key]
+                    victims.append(key)
+            self._oldest_left = left
+            if not left:
+                self._next_call()
+        return victims
 
     def _next_call(self) -> None:
         self._num_queued -= len(self._calls.popleft()[1])

@@ -15,6 +15,7 @@ from kvstore.arguments import check_keys, check_namespace
 from kvstore.errors import InvalidError
 from kvstore.messages import NODE, NodeInfo
 from kvstore.node.announcer import Announcer
+from kvstore.node.checksummer import Checksummer
 from kvstore.node.handles import Lease, Reservation
 from kvstore.node.service import NodeService
 from kvstore.node.spiller import Spiller
@@ -94,6 +95,7 @@ class Node:
         else:
             self._store = tiered = TieredStore(self._buffer.array, layout, self._ssd)
             self._spiller = Spiller(tiered, self._ssd, config.name)
+        self._checksummer = Checksummer(self._store, config.name)
         self.segment = engine.register_local_memory(
             self._buffer.array, name=self._segment_name, shm_path=self._buffer.path, guard=self._store
         )
@@ -193,6 +195,7 @@ class Node:
             self._announcer.close()
         if self._spiller is not None:
             self._spiller.close()
+        self._checksummer.close()
         self._store.close()
         if self._ssd is not None:
             self._ssd.close()

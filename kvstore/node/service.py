@@ -99,6 +99,6 @@ class NodeService:
             generation=block.generation,
             nbytes=block.nbytes,
             part_nbytes=block.part_nbytes,
-            crcs=list(block.crcs),
+            crcs=list(self._store.crcs(block)),
             namespace=block.namespace,
         )

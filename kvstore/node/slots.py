@@ -37,7 +37,7 @@ class Block:
     nbytes: int
     part_nbytes: int
     namespace: str = ""
-    crcs: tuple[int, ...] = ()
+    crcs: tuple[int, ...] | None = None  # None: not computed yet
     stamp: Stamp = _NEVER_USED
     num_writes: int = 0  # arriving from elsewhere
     sealed: bool = False  # about to be committed: no further write comes in
@@ -168,7 +168,7 @@ class SlotPool:
                 self._free.append(block.slot)
 
     def seal(self, block: Block) -> None:
-        """From now on no write into this block begins: its crcs can be computed, then comes `commit`.
+        """From now on no write into this block begins: its bytes can be verified, then comes `commit`.
 
         Raises InvalidError while a write is arriving, StaleError if it is sealed already.
         """
@@ -180,7 +180,7 @@ class SlotPool:
             )
         block.sealed = True
 
-    def commit(self, handle: int, index: int, crcs: tuple[int, ...]) -> Block:
+    def commit(self, handle: int, index: int, crcs: tuple[int, ...] | None) -> Block:
         """The block is written, and sealed: visible from now on, and just used.
 
         Raises StaleError as `pending` does.

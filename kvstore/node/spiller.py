@@ -10,6 +10,7 @@ from kvstore.node.slots import Block
 from kvstore.node.ssd import SsdTier
 from kvstore.node.ssd.tier import Staged
 from kvstore.node.tiered import TieredStore
+from kvstore.parts import part_crcs
 
 _BATCH_NBYTES = 64 << 20  # between two syncs
 _RETRY_SECONDS = 0.5  # while the disk takes nothing
@@ -75,7 +76,8 @@ class Spiller:
 
     def _write(self, block: Block) -> Staged | None:
         data = self._store.view(block).toreadonly()
-        staged = self._ssd.stage(block.key, data, block.part_nbytes, block.crcs, block.namespace)
+        crcs = block.crcs or part_crcs(data, block.part_nbytes)
+        staged = self._ssd.stage(block.key, data, block.part_nbytes, crcs, block.namespace)
         if staged is not None and not self._store.is_unchanged(block):
             self._ssd.discard([staged])
             return None

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +89,7 @@ class SlotStore:
         """`num_below`: how many objects a tier below may hold, to bound what is recorded of changes."""
         self.layout = layout
         self.changed = threading.Event()  # set when there is something to announce
+        self.unchecked: SimpleQueue[Block | None] = SimpleQueue()  # committed without crcs; None: the end
         self.draining = False  # nothing new is taken; what is here can be read
         self._bytes = memory.data
         self._generations = memory[: layout.num_slots * GENERATION_NBYTES].view("<u8")
@@ -141,8 +143,8 @@ class SlotStore:
         Raises StaleError when its reservation is over, InvalidError for a wrong number of crcs or while a
         write into it is arriving.
 
-        Without `crcs` they are computed; with `verify` given ones are compared with the bytes that are there
-        (about 7 GB/s), and on a mismatch the block is aborted and the answer is False.
+        Without `crcs` they are computed afterwards (`unchecked`, `crcs`); with `verify` given ones are
+        compared with the bytes that are there, and on a mismatch the block is aborted and the answer is False.
         """
         with self._lock:
             self._begin()
@@ -151,14 +153,17 @@ class SlotStore:
             if crcs is not None and len(crcs) != expected:
                 raise InvalidError(f"item {index}: {len(crcs)} crcs for an object of {expected} parts")
             self._pool.seal(block)
-        found = part_crcs(self.view(block), block.part_nbytes) if crcs is None or verify else tuple(crcs)
+        given = None if crcs is None else tuple(crcs)
+        is_torn = verify and part_crcs(self.view(block), block.part_nbytes) != given
         with self._lock:
             self._begin()
-            if crcs is not None and found != tuple(crcs):
+            if is_torn:
                 self._pool.abort_one(handle, index)
                 self._counters["corrupt"] += 1
                 return False
-            self._committed(self._pool.commit(handle, index, found))
+            self._committed(self._pool.commit(handle, index, given))
+        if given is None:
+            self.unchecked.put(block)
         return True
 
     def abort(self, handle: int) -> bool:
@@ -230,7 +235,11 @@ class SlotStore:
         """Whether each key is here and its bytes match their crcs; damaged ones are removed and counted."""
         handle, blocks = self.lease(keys, None)
         try:
-            intact = [b is not None and part_crcs(self.view(b), b.part_nbytes) == b.crcs for b in blocks]
+            known = [None if b is None else self.crcs(b) for b in blocks]
+            intact = [
+                b is not None and part_crcs(self.view(b), b.part_nbytes) == crcs
+                for b, crcs in zip(blocks, known, strict=True)
+            ]
         finally:
             self.release(handle)
         damaged = [
@@ -241,6 +250,16 @@ class SlotStore:
                 self._counters["corrupt"] += len(damaged)
             self.remove(damaged)
         return intact
+
+    def is_current(self, block: Block) -> bool:
+        """Whether a committed block is here still."""
+        return self._pool.find(block.key) is block
+
+    def crcs(self, block: Block) -> tuple[int, ...]:
+        """crc32 per part of a committed block that the caller leases; computed now unless they are known."""
+        if block.crcs is None:
+            block.crcs = part_crcs(self.view(block), block.part_nbytes)
+        return block.crcs
 
     def view(self, block: Block) -> memoryview:
         """The bytes of a block, `[nbytes]`."""

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +37,7 @@ from mooncake_jax.request import Placement, Request
 _FREE_PREFILL = PrefillRow("", False, 0, 1, 0, 0.0, 1.0)
 _FREE_DECODE = DecodeRow("", False, 0, 1, 0, 0, 0, 0)
 log = logging.getLogger(__name__)
+_NONE_ON_SSD: Mapping[str, int] = MappingProxyType({})
 _THRESHOLD_SAMPLE = 4  # one request in so many teaches the automatic threshold
 
 
@@ -117,17 +119,21 @@ class Conductor:
         keys: Sequence[bytes],
         held: Mapping[str, int],
         *,
+        on_ssd: Mapping[str, int] = _NONE_ON_SSD,
         avoid: Collection[str] = (),
         now: float,
     ) -> Placement:
-        """Decide, log and book. `held`: leading blocks of `keys` per store node. An older booking of it goes.
+        """Decide, log and book. `held`: leading blocks of `keys` per store node; `on_ssd`: how many of these it has
+        on SSD only. An older booking of the request goes.
 
         Raises RefusedError (429), UnavailableError (no instance) or InvalidError (longer than any instance
         holds).
         """
         self._roll_back(request.request_id, now)
         self.expected.expire(now)
-        features, lengths, draws, decision = self.decide(request, keys, held, avoid=avoid, now=now)
+        features, lengths, draws, decision = self.decide(
+            request, keys, held, on_ssd=on_ssd, avoid=avoid, now=now
+        )
         threshold = self.schedule_config.balancing_threshold
         record = DecisionRecord(
             request_id=request.request_id,
@@ -172,6 +178,7 @@ class Conductor:
         keys: Sequence[bytes],
         held: Mapping[str, int],
         *,
+        on_ssd: Mapping[str, int] = _NONE_ON_SSD,
         avoid: Collection[str] = (),
         now: float,
     ) -> Decided:
@@ -190,7 +197,7 @@ class Conductor:
             avoid_prefill=self._slots("prefill", avoid),
             avoid_decode=self._slots("decode", avoid),
         )
-        lengths = self._prefix_lengths(keys, held, now)
+        lengths = self._prefix_lengths(keys, held, on_ssd, now)
         draws = (self._random.random(), self._random.random())
         decision = schedule(self.view, features, lengths, self.schedule_config, now=now, draws=draws)
         return Decided(features, lengths, draws, decision)
@@ -204,6 +211,7 @@ class Conductor:
         prefill = self.instances.get(booking.instances.get("prefill", ""))
         if prefill is not None and end.phase == "prefill" and end.ok:
             self._learn_prefill(prefill, booking, end)
+            prefill.served_at = now
         for role in ROLES if end.phase == "all" else (end.phase,):
             self._close(booking, role, ok=end.ok, now=now)
 
@@ -238,7 +246,9 @@ class Conductor:
         threshold = self.schedule_config.balancing_threshold
         return {**self.accuracy.summary(), "kvcache_balancing_threshold": threshold}
 
-    def _prefix_lengths(self, keys: Sequence[bytes], held: Mapping[str, int], now: float) -> PrefixLengths:
+    def _prefix_lengths(
+        self, keys: Sequence[bytes], held: Mapping[str, int], on_ssd: Mapping[str, int], now: float
+    ) -> PrefixLengths:
         lengths = self.expected.lengthen(keys, held)
         prefills = self.instances.of("prefill")
         local = np.array([lengths.get(p.info.home_node, 0) if p else 0 for p in prefills], np.int64)
@@ -246,11 +256,18 @@ class Conductor:
         if best == 0:
             return PrefixLengths(local, 0, "")
         holders = sorted(node for node, length in held.items() if length == best)
-        in_flight = {node: self.bookings.in_flight_nbytes(node, now) for node in holders}
-        least = min(in_flight.values())
-        holder = self._random.choice([node for node in holders if in_flight[node] == least])
+        waits = {node: (on_ssd.get(node, 0), self.bookings.in_flight_nbytes(node, now)) for node in holders}
+        least = min(waits.values())
+        holder = self._random.choice([node for node in holders if waits[node] == least])
         receivers = [prefill.name if prefill else "" for prefill in prefills]
-        return PrefixLengths(local, best, holder, self.links.link(holder, receivers, least, now))
+        ssd_nbytes = least[0] * self._block_nbytes
+        link = self.links.link(holder, receivers, least[1], now, ssd_nbytes=ssd_nbytes)
+        return PrefixLengths(local, best, holder, link)
+
+    @property
+    def _block_nbytes(self) -> int:
+        pool = self.instances.pool
+        return pool.format.nbytes if pool else 0
 
     def _learn_links(self, load: InstanceLoad, now: float) -> None:
         for fetched in load.fetches:
@@ -392,6 +409,7 @@ class Conductor:
                 instance.beaten_at,
                 reported,
                 ((booking.booked_at, booking.prefill_seconds) for booking in unseen),
+                instance.served_at,
             ),
             factor=instance.factor,
         )

@@ -38,6 +38,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_seconds_per_prefix_token: Cost = 1e-6  # loading a reused token into the device
     transfer_base_seconds: Cost = 2e-3
     transfer_nbytes_per_second: Rate = 1e9
+    ssd_nbytes_per_second: Rate = 5e8  # of a sender that has the blocks on SSD only, before they leave
     tbt_base_seconds: Cost = 0.02
     tbt_seconds_per_request: Cost = 2e-3
     tbt_seconds_per_kv_token: Cost = 1e-7
@@ -70,6 +71,11 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def transfer_seconds(self, nbytes: Number) -> Number:
         """EstimateKVCacheTransferTime: `nbytes` from one other node."""
         return self.transfer_base_seconds + nbytes * (1.0 / self.transfer_nbytes_per_second)
+
+    def slowed(self, times: float) -> CostModel:
+        """What engines compute takes `times` as long; transfers stay as they are (emulated engines)."""
+        names = (name for name in self.__struct_fields__ if name.startswith(("prefill_", "tbt_")))
+        return msgspec.structs.replace(self, **{name: getattr(self, name) * times for name in names})
 
     @property
     def idle_link(self) -> Link:
@@ -142,13 +148,18 @@ def corrected(factor: float, *, forecast_seconds: float, measured_seconds: float
     return min(max(factor * step, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
 
 
-def busy_until(reported_at: float, reported_seconds: float, unseen: Iterable[tuple[float, float]]) -> float:
+def busy_until(
+    reported_at: float,
+    reported_seconds: float,
+    unseen: Iterable[tuple[float, float]],
+    served_at: float = -math.inf,
+) -> float:
     """When a prefill instance will have done all it has: what its heartbeat said, then each later booking.
 
     `unseen` holds (booked at, seconds) in order of time. The queue at `now` is `max(0, busy_until - now)`, so
-    it drains by itself between heartbeats.
+    it drains by itself between heartbeats. `served_at`: when it last ended a prompt; what is left begins no sooner.
     """
-    until = reported_at + reported_seconds
+    until = max(reported_at + reported_seconds, served_at)
     for booked_at, seconds in unseen:
         until = max(until, booked_at) + seconds
     return until

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class Registered:
     beaten_at: float
     slot: int
     factor: float = 1.0
+    served_at: float = -math.inf  # when a prompt last ended here
 
     @property
     def name(self) -> str:

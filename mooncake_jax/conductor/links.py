@@ -50,17 +50,26 @@ class Links:
         for pairs in self._pairs.values():
             pairs.pop(name, None)
 
-    def link(self, sender: str, receivers: Sequence[str], in_flight_nbytes: float, now: float) -> Link | None:
-        """From `sender` to each of `receivers`, behind what it sends already; None: as the model says.
+    def link(
+        self,
+        sender: str,
+        receivers: Sequence[str],
+        in_flight_nbytes: float,
+        now: float,
+        *,
+        ssd_nbytes: float = 0.0,
+    ) -> Link | None:
+        """From `sender` to each of `receivers`, behind what it sends already and reads from SSD first; None: as the
+        model says.
 
         A pair that was never measured is as fast as the model; what is in flight leaves at the sender's mean rate.
         """
         pairs = self._pairs.get(sender)
         idle = self._cost.idle_link
         if not pairs:
-            if in_flight_nbytes <= 0.0:
+            if in_flight_nbytes <= 0.0 and ssd_nbytes <= 0.0:
                 return None
-            delay = in_flight_nbytes * idle.seconds_per_nbyte
+            delay = in_flight_nbytes * idle.seconds_per_nbyte + ssd_nbytes / self._cost.ssd_nbytes_per_second
             return Link(idle.start_seconds + delay, idle.seconds_per_nbyte)
         ratios = np.ones(len(receivers))
         for slot, receiver in enumerate(receivers):
@@ -68,6 +77,7 @@ class Links:
                 ratios[slot] = math.exp(pairs[receiver].log_ratio_at(now))
         mean = math.exp(sum(pair.log_ratio_at(now) for pair in pairs.values()) / len(pairs))
         delay = in_flight_nbytes * idle.seconds_per_nbyte * mean
+        delay += ssd_nbytes / self._cost.ssd_nbytes_per_second
         return Link(idle.start_seconds + delay, ratios * idle.seconds_per_nbyte)
 
     def forecast_seconds(self, sender: str, receiver: str, nbytes: int, now: float) -> float:

@@ -31,6 +31,8 @@ from mooncake_jax.conductor.estimate import PrefillForecast
 from mooncake_jax.conductor.policy import POLICIES, Fetches
 from mooncake_jax.conductor.view import ClusterView, DecodeColumns, DecodeRow, PrefillColumns, PrefillRow
 
+_TIED = 1.0 + 1e-9  # scores this close are equal: measured factors differ by rounding errors at least
+
 
 def schedule(
     view: ClusterView,
@@ -183,12 +185,12 @@ def _num_fetching(best: int, fetches: Fetches, threshold: float) -> int:
 
 
 def _lowest(score: np.ndarray, takes: np.ndarray, draw: float) -> int:
-    # one of the open instances with the lowest score, drawn by `draw`; -1 when none is open
+    # one of the open instances with the lowest score, rounding errors apart, drawn by `draw`; -1 when none is open
     slots = takes.nonzero()[0]
     if not slots.size:
         return -1
     open_score = score[slots]
-    ties = (open_score == open_score[open_score.argmin()]).nonzero()[0]
+    ties = (open_score <= open_score.item(open_score.argmin()) * _TIED).nonzero()[0]
     return slots.item(ties.item(int(draw * ties.size)))
 
 

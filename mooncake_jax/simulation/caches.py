@@ -99,8 +99,10 @@ class Caches:
         runs = self.index.runs(keys)
         best, holder = 0, -1
         for length, mask in runs:
-            for node in self._nodes(mask):
-                local[node] = length
+            if mask & (mask - 1):
+                local[self._nodes(mask)] = length
+            else:
+                local[mask.bit_length() - 1] = length
         for length, mask in reversed(runs):
             if length <= best:
                 break
@@ -151,13 +153,13 @@ class Caches:
         self._on_ssd[node].clear()
         self._pending[node].clear()
 
-    def num_replicas(self, keys: Sequence[int]) -> list[int]:
-        """How many nodes hold each of `keys`."""
-        return [len(self.index.holders(key)) for key in keys]
+    def contents(self) -> list[set[int]]:
+        """The blocks of each node (copies)."""
+        return [self.index.keys(name) for name in self._names]
 
-    def _nodes(self, mask: int) -> Sequence[int] | np.ndarray:
+    def _nodes(self, mask: int) -> list[int] | np.ndarray:
         if mask & (mask - 1) == 0:
-            return (mask.bit_length() - 1,)
+            return [mask.bit_length() - 1]
         raw = np.frombuffer(mask.to_bytes(self._mask_nbytes, "little"), np.uint8)
         return np.unpackbits(raw, bitorder="little").nonzero()[0]
 

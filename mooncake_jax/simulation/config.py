@@ -12,6 +12,7 @@ from mooncake_jax.simulation.caches import EvictionName
 from mooncake_jax.simulation.discipline import DisciplineName
 
 CoupledMode = Literal["plain", "prefix_caching", "chunked_prefill"]
+Dispatch = Literal["fewest", "round_robin", "random"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class CoupledConfig:
     num_nodes: int
     costs: NodeCosts
     mode: CoupledMode = "plain"
+    dispatch: Dispatch = "fewest"  # requests outstanding
     batched_tokens: int = 131_072  # of a prefill pass; one prompt is taken whatever its length
     chunk_tokens: int = 2048  # of a step with `chunked_prefill`, decode tokens included
     num_slots: int = 256

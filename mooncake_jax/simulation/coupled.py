@@ -209,7 +209,7 @@ class CoupledNode:
 
 
 class CoupledCluster:
-    """One run of one workload; a request goes to the node with the fewest."""
+    """One run of one workload."""
 
     def __init__(self, config: CoupledConfig, workload: Workload):
         self.config, self.workload = config, workload
@@ -240,10 +240,17 @@ class CoupledCluster:
         return sum(node.prefill_seconds for node in self.nodes)
 
     def _dispatch(self, request: int) -> None:
-        fewest = min(self._num_requests)
-        number = self._random.choice([n for n, num in enumerate(self._num_requests) if num == fewest])
+        number = self._choose(request)
         self._num_requests[number] += 1
         self.nodes[number].add(request)
+
+    def _choose(self, request: int) -> int:
+        if self.config.dispatch == "round_robin":
+            return request % self.config.num_nodes
+        if self.config.dispatch == "random":
+            return self._random.randrange(self.config.num_nodes)
+        fewest = min(self._num_requests)
+        return self._random.choice([n for n, num in enumerate(self._num_requests) if num == fewest])
 
     def _joiner(self, number: int) -> Callable[[int, int], None]:
         ledger, loop = self.ledger, self.loop

@@ -51,7 +51,7 @@ def make_load(name: str, epoch=1, request_ids=(), **changes) -> InstanceLoad:
 class Cluster:
     """Instances p0, p1, … and d0, d1, … of one pool, and an index of what their nodes hold."""
 
-    def __init__(self, prefill=2, decode=2, schedule=None, **config):
+    def __init__(self, prefill=2, decode=2, schedule=None, instances=None, **config):
         schedule = schedule or ScheduleConfig(cost=COST)
         self.config = ConductorConfig(schedule=schedule, **config)
         self.log = DecisionLog(schedule, num_records=self.config.num_logged_decisions)
@@ -61,7 +61,7 @@ class Cluster:
         self._ids = itertools.count()
         self.names = [f"p{i}" for i in range(prefill)] + [f"d{i}" for i in range(decode)]
         for name in self.names:
-            self.register(name)
+            self.register(name, **(instances or {}))
 
     def register(self, name: str, **changes) -> None:
         role = "prefill" if name.startswith("p") else "decode"
@@ -77,14 +77,15 @@ class Cluster:
     def keys(self, tokens) -> list[bytes]:
         return chain_keys(root_key(FINGERPRINT), tokens, Z)
 
-    def hold(self, node: str, tokens) -> None:
-        self.index.add(node, self.keys(tokens))
+    def hold(self, node: str, tokens, tier="dram") -> None:
+        self.index.add(node, self.keys(tokens), tier)
 
     def place(self, tokens, max_tokens=16, request_id=None, avoid=()) -> Placement:
         request = Request(request_id or f"r{next(self._ids)}", list(tokens), max_tokens)
         keys = self.keys(tokens)
         held = self.index.lengths(keys)
-        return self.conductor.place(request, keys, held, avoid=avoid, now=self.now)
+        on_ssd = self.index.num_on_ssd(keys, held)
+        return self.conductor.place(request, keys, held, on_ssd=on_ssd, avoid=avoid, now=self.now)
 
     def end(self, request_id: str, phase="all", ok=True, seconds=0.0) -> None:
         self.conductor.end(RequestEnd(request_id, phase, ok, seconds), self.now)

@@ -47,6 +47,10 @@ def test_a_queue_goes_on_from_its_report_booking_by_booking():
     assert busy_until(10.0, 2.0, []) == 12.0
     assert busy_until(10.0, 2.0, [(9.0, 1.0), (11.0, 1.0)]) == 14.0
     assert busy_until(10.0, 0.0, [(15.0, 1.0), (15.5, 1.0), (30.0, 1.0)]) == 31.0
+    assert (
+        busy_until(10.0, 0.0, [(10.1, 1.0), (10.2, 1.0)], served_at=11.0) == 13.0
+    )  # a third one before them
+    assert busy_until(10.0, 3.0, [(10.1, 1.0)], served_at=11.0) == 14.0
 
 
 times = st.floats(1e-6, 1e6)
@@ -73,3 +77,11 @@ def test_a_queue_is_the_sum_of_what_is_known_and_a_rate_for_the_rest():
     assert cost.queue_seconds(500, 50.0, 1.0, booked) == pytest.approx(8.0 + 2.0)  # 100 of another Conductor
     assert cost.queue_seconds(500, 0.0, 2.0, booked) == pytest.approx(8.0 + 2.0)
     assert cost.queue_seconds(0, 50.0, 1.0, booked) == 0.0
+
+
+def test_a_slowed_model_computes_slower_and_moves_bytes_as_before():
+    cost = CostModel()
+    slow = cost.slowed(3.0)
+    assert slow.prefill_seconds(1000, 100.0) == pytest.approx(3 * cost.prefill_seconds(1000, 100.0))
+    assert slow.tbt_seconds(4, 1000) == pytest.approx(3 * cost.tbt_seconds(4, 1000))
+    assert slow.transfer_seconds(1e6) == cost.transfer_seconds(1e6)

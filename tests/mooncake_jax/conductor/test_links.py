@@ -46,3 +46,17 @@ def test_one_outlier_moves_a_pair_no_further_than_the_bound():
     links = Links(COST)
     links.learn("n", "a", nbytes=900, seconds=1e9, now=0.0)
     assert links.forecast_seconds("n", "a", 900, now=0.0) == pytest.approx(256.0)
+
+
+def test_blocks_on_ssd_are_read_before_they_leave():
+    cost = CostModel(
+        transfer_base_seconds=0.1, transfer_nbytes_per_second=1000.0, ssd_nbytes_per_second=100.0
+    )
+    links = Links(cost)
+    link = links.link("n", ["a"], 0.0, now=0.0, ssd_nbytes=50.0)
+    assert link is not None
+    assert link.start_seconds == pytest.approx(0.6)
+    links.learn("n", "a", nbytes=900, seconds=1.0, now=0.0)
+    link = links.link("n", ["a"], 500.0, now=0.0, ssd_nbytes=50.0)
+    assert link is not None
+    assert link.start_seconds == pytest.approx(1.1)

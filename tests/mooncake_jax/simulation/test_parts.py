@@ -52,7 +52,7 @@ def test_blocks_count_for_their_node_at_once_and_for_others_when_computed():
     caches.computed(1, [1, 2, 3])
     caches.use(1, [1, 2, 3, 4], 3)
     assert caches.match([1, 2, 3, 4], 0.5)[1:] == (3, 1)
-    assert caches.num_replicas([1, 4, 5]) == [1, 1, 0]
+    assert caches.contents() == [set(), {1, 2, 3, 4}, set()]
     caches.forget(1)
     assert caches.match([1, 2], 0.5)[1:] == (0, -1)
 
