@@ -30,6 +30,7 @@ from mooncake_jax.engine.draw_rows import one_row
 from mooncake_jax.engine.drawing import Drawing
 from mooncake_jax.engine.mesh import EngineMesh
 from mooncake_jax.engine.store_memory import StoreMemory
+from mooncake_jax.engine.tile_checks import check_prefix, checked_tokens
 from mooncake_jax.engine.tile_steps import TileSteps
 from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
@@ -214,26 +215,9 @@ class JaxPrefillEngine:
     def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
         if not self._steps.is_compiled:
             raise RuntimeError("prefill engine: call warm_up() before the first use")
-        tokens = np.asarray(tokens)
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} of {self.num_slots}")
-        if tokens.ndim != 1 or not 1 <= tokens.size <= self.tile_tokens:
-            raise ValueError(f"tokens of shape {tokens.shape}: expected [T] with 1 ≤ T ≤ {self.tile_tokens}")
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"token ids must be integers, got {tokens.dtype}")
-        if tokens.min() < 0 or tokens.max() >= self._cfg.vocab_size:
-            raise ValueError(
-                f"token ids {tokens.min()} … {tokens.max()}: the vocabulary has {self._cfg.vocab_size}"
-            )
-        if start < 0 or start % self._cfg.block_tokens:
-            raise ValueError(f"start {start} is not a multiple of the block size {self._cfg.block_tokens}")
-        if start + tokens.size > self.max_tokens:
-            raise ValueError(
-                f"positions {start} … {start + tokens.size - 1}: the engine holds {self.max_tokens}"
-            )
-        if not prefix_held and start > self._filled[slot]:
-            raise ValueError(f"start {start} of slot {slot}, which holds {self._filled[slot]} tokens")
-        return tokens.astype(np.int32, copy=False)
+        return checked_tokens(self, slot, tokens, start, None if prefix_held else int(self._filled[slot]))
 
     def _run(
         self,
@@ -271,7 +255,7 @@ class JaxPrefillEngine:
             prefix: Sequence[np.ndarray] = []
             if load is not None:
                 prefix = load(group)
-                self._check_prefix(group, prefix, start // self._cfg.block_tokens)
+                check_prefix(self.format, group, prefix, start // self._cfg.block_tokens)
             with self._guard():
                 stored = self._store.find(group, prefix) if self._store and in_place else None
                 if stored is None:
@@ -311,18 +295,6 @@ class JaxPrefillEngine:
         with self._guard():
             host = np.asarray(jax.block_until_ready(blocks).addressable_data(0)).view(self.format.item_dtype)
         return GroupKV(group, start // self._cfg.block_tokens, host[: self.format.num_blocks(num_valid)])
-
-    def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
-        if len(blocks) != count:
-            raise ValueError(
-                f"layer group {group}: load gave {len(blocks)} prefix blocks, {count} precede the tile"
-            )
-        for i, block in enumerate(blocks):
-            if block.shape != self.format.group_shape or block.dtype != self.format.item_dtype:
-                raise ValueError(
-                    f"layer group {group}, prefix block {i}: load gave {block.shape} {block.dtype}, "
-                    f"expected {self.format.group_shape} {self.format.item_dtype}"
-                )
 
     def _insert_prefix(self, group: int, slot: int, blocks: Sequence[np.ndarray]) -> None:
         """Copy a group's prefix from store memory into the cache, a run of blocks at a time.

@@ -31,9 +31,9 @@ class Given(NamedTuple):
         parts = [np.asarray(share.data)[0] for share in shares]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
 
-    def final_row(self) -> jax.Array:
-        """Of the last stage's chunk: the activations of its last token after all layers, `[1, D]`, on one device."""
-        return max(self.last.addressable_shards, key=lambda share: share.index[0].start or 0).data
+    def row_on(self, device: Any) -> jax.Array:
+        """On a device of a stage: the activations of its chunk's last token after the stage's layers, `[1, D]`."""
+        return next(share.data for share in self.last.addressable_shards if share.device == device)
 
 
 class PipelineSteps:
@@ -55,6 +55,7 @@ class PipelineSteps:
         num_pages: int,
     ) -> None:
         self.num_stages = mesh.shape[STAGE]
+        self.last_device = mesh.devices[0, -1, 0]  # of the last stage: what needs only one is done there
         self.sizes = sorted(sizes)
         self._cfg, self._platform, self._mesh = cfg, platform, mesh
         self._storage = platform.storage_dtype(dtype)

@@ -130,7 +130,9 @@ class Scene:
                     here = slice(stage * layers, (stage + 1) * layers)
                     kv[chunk.request][first : first + count, here] = given.stage_blocks(stage)[:count]
             if (done := tick[-1]) is not None and done.is_last:
-                logits[done.request] = np.asarray(self._head(np.asarray(given.final_row())))[0]
+                logits[done.request] = np.asarray(
+                    self._head(np.asarray(given.row_on(self.steps(shape).last_device)))
+                )[0]
         return [Computed(*pair) for pair in zip(kv, logits, strict=True)]
 
     def worst(self, shape: MeshShape, seed: int, requests: Sequence[Request]) -> float:

@@ -11,14 +11,14 @@ from models.sharding import MeshShape
 
 pytestmark = pytest.mark.soak
 SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
-CHUNKS = (16, 128, 2048)
+SIZES, CHUNKS = (64, 2048), (16, 64, 256, 2048)  # of programs, and of chunks
 MOST_CACHED, MOST_NEW = 64, 2200
 MESHES = [MeshShape(stage=x, tensor=t) for x in (1, 2, 4, 8) for t in (1, 2) if x * t <= 8]
 
 
 @pytest.fixture(scope="module")
 def scene():
-    return Scene(num_layers=8, sizes=CHUNKS, max_tokens=MOST_CACHED * Z + 2304)
+    return Scene(num_layers=8, sizes=SIZES, max_tokens=MOST_CACHED * Z + 2304)
 
 
 @pytest.mark.timeout(60 * SECONDS)
