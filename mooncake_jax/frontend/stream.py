@@ -27,7 +27,7 @@ class EventStream:
     def started(self) -> bool:
         return self._response.prepared
 
-    async def send(self, *events: dict[str, Any]) -> None:
+    async def send(self, *events: dict[str, Any] | msgspec.Raw) -> None:
         await self._write(b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events))
 
     async def done(self) -> web.StreamResponse:

@@ -150,7 +150,7 @@ def test_not_json_or_no_object(client, path, body):
         ({"model": 5}, "model"),
         ({"mooncake_avoid": [""]}, "mooncake_avoid[0]"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_wrong_field_is_named(client, fields, param):
     check(client.post(COMPLETIONS, raw(**fields)), 400, param)
@@ -179,7 +179,7 @@ def test_a_wrong_field_is_named(client, fields, param):
         ({"tools": []}, "tools"),
         ({"prompt": "hi"}, "prompt"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_wrong_chat_field_is_named(client, fields, param):
     check(client.post(CHAT, chat(**fields)), 400, param)
