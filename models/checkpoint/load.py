@@ -33,8 +33,8 @@ def load_model(
 
     `dtype`: "bfloat16" or "float32"; None: as saved (ours), else bfloat16. Without `shardings` parameters are
     NumPy arrays; with one Sharding, or a tree of them like the parameters, each is placed on devices as it is
-    read. Beyond the result, a load needs one parameter and a few MB (our own folders: some times 8 MB or a
-    16th of all). `verify` is for our own folders: compare the weights' fingerprint. `on_progress(done,
+    read. Beyond the result, a load needs one parameter and a few MB (our own folders: some times 4 MB or a
+    32nd of all). `verify` is for our own folders: compare the weights' fingerprint. `on_progress(done,
     total)` in bytes. Raises CheckpointError naming file and tensor or field.
     """
     path = Path(path).absolute()

@@ -7,11 +7,13 @@ tokenizer/         tokenizer.json and tokenizer_settings.json; absent for random
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from models.tokenizer import Tokenizer, TokenizerError
 FORMAT = 1
 MANIFEST_FILE = "checkpoint.json"
 _PARAMS, _TOKENIZER = "params", "tokenizer"
-_MIN_BATCH_NBYTES = 8 << 20
+_MIN_BATCH_NBYTES = 4 << 20
 
 
 def save_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
@@ -101,11 +103,15 @@ def saved_dtype(path: Path) -> str:
 
 
 def _restore(path: Path, cfg: LlamaConfig, target: Target) -> Params:
-    """The parameters, some at a time: Orbax needs what one call restores a second time."""
+    """The parameters, some at a time: Orbax needs what one call restores a second time, and a third onto devices.
+
+    So it reads into host memory, from where one array after the other goes to its devices.
+    """
     table = param_table(cfg)
     leaves, structure = jax.tree.flatten(table)
     sizes = [math.prod(param.shape) * target.numpy_dtype.itemsize for param in leaves]
-    args = [_restore_args(place, target.numpy_dtype) for place in target.places(table)]
+    places = target.places(table)
+    args = [ocp.RestoreArgs(restore_type=np.ndarray, dtype=target.numpy_dtype)] * len(leaves)
     arrays: list[Any] = []
     with _checkpointer() as checkpointer:
         try:
@@ -124,25 +130,30 @@ def _restore(path: Path, cfg: LlamaConfig, target: Target) -> Params:
                 restored = checkpointer.restore(path, args=wanted)
             except (OSError, ValueError, KeyError) as error:
                 raise CheckpointError(f"{path}: cannot be restored: {error}") from error
-            arrays += structure.flatten_up_to(restored)[now.start : now.stop]
+            hosted = structure.flatten_up_to(restored)[now.start : now.stop]
+            del restored
+            for place in places[now.start : now.stop]:
+                array = hosted.pop(0)
+                arrays.append(array if place is None else jax.block_until_ready(jax.device_put(array, place)))
+            _release_freed()
             if target.on_progress is not None:
                 target.on_progress(sum(sizes[: now.stop]), sum(sizes))
     return structure.unflatten(arrays)
 
 
+def _release_freed() -> None:
+    """Freed memory goes back to the system; glibc keeps large blocks for later, in pieces that no array fits."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _batch_end(sizes: list[int], start: int) -> int:
-    """End of the parameters restored together with `start`: a 16th of all bytes, one at least."""
-    limit = max(_MIN_BATCH_NBYTES, sum(sizes) // 16)
+    """End of the parameters restored together with `start`: a 32nd of all bytes, one at least."""
+    limit = max(_MIN_BATCH_NBYTES, sum(sizes) // 32)
     end = start + 1
     while end < len(sizes) and sum(sizes[start : end + 1]) <= limit:
         end += 1
     return end
-
-
-def _restore_args(place: Any, dtype: np.dtype) -> ocp.RestoreArgs:
-    if place is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=place, dtype=dtype)
 
 
 def _compare(path: Path, table: Params, saved: Any) -> None:

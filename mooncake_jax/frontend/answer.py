@@ -122,7 +122,8 @@ async def _generated(
     job: Job, answer: Answer, request: Request, backend: Backend, tokenizer: Tokenizer, metrics: Metrics
 ) -> AsyncGenerator[Delta, None]:
     begun = last = time.monotonic()
-    text = AnswerText(tokenizer.detokenizer(), job.stops, request.stop_token_ids, job.min_tokens)
+    detokenizer = tokenizer.detokenizer(continues=job.continues)
+    text = AnswerText(detokenizer, job.stops, request.stop_token_ids, job.min_tokens)
     echoes = job.echo
     async with aclosing(backend.generate(request, job.avoid)) as events:
         async for event in events:

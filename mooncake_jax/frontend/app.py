@@ -30,6 +30,7 @@ from mooncake_jax.frontend.text import Delta, Tokenizer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Writer = completions.CompletionWriter | chat.ChatWriter
 Result = TypeVar("Result")
+_MANY_TOKENS = 100  # with log probabilities: it takes milliseconds to write more
 METRICS = web.AppKey("metrics", Metrics)
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Frontend:
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._backend.max_tokens})
 
     async def detokenize(self, http: web.Request) -> web.StreamResponse:
-        """Token ids to the text that they are in an answer."""
+        """Token ids to the text that they are by themselves."""
         body = schema.decode(await self._body(http), schema.DetokenizeBody)
         self._check_model(body.model)
         check_vocabulary(body.tokens, self._config.vocab_size, "tokens")
@@ -222,7 +223,8 @@ class Frontend:
                     return await self._streamed(http, job, answers, writer, parts)
                 async for _ in parts:
                     pass
-        return _json(writer.whole(answers))
+        num_tokens = sum(len(answer.tokens) for answer in answers)
+        return _json(await _written(job, num_tokens, lambda: writer.whole(answers)))
 
     async def _streamed(
         self,
@@ -242,9 +244,12 @@ class Frontend:
                 opened.add(index)
                 if not (opening or delta.text or delta.finish or verbose):
                     continue
-                chunk = writer.chunk(answer, delta)
-                if delta.finish:
-                    chunk |= extensions(job, answer)
+                told = extensions(job, answer) if delta.finish else {}
+                chunk = await _written(
+                    job,
+                    len(delta.tokens),
+                    lambda answer=answer, delta=delta, told=told: writer.chunk(answer, delta) | told,
+                )
                 await stream.send(*opening, chunk)
             if job.include_usage:
                 await stream.send(writer.usage(answers))
@@ -300,7 +305,16 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return response
 
 
-def _json(body: dict[str, Any]) -> web.Response:
+async def _written(
+    job: Job, num_tokens: int, write: Callable[[], dict[str, Any]]
+) -> dict[str, Any] | msgspec.Raw:
+    """What `write` makes of so many tokens: in a thread if that takes long, so that other requests go on."""
+    if job.num_logprobs is not None and num_tokens > _MANY_TOKENS:
+        return await asyncio.to_thread(lambda: msgspec.Raw(msgspec.json.encode(write())))
+    return write()
+
+
+def _json(body: dict[str, Any] | msgspec.Raw) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 

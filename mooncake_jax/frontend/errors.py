@@ -16,6 +16,8 @@ from kvstore.errors import (
     UnavailableError,
 )
 
+_MAX_SAID = 1000  # characters of a message
+
 
 class ApiError(Exception):
     """An answer that is not 200: `{"error": {"message", "type", "param", "code"}}`."""
@@ -30,7 +32,7 @@ class ApiError(Exception):
         retry_after_seconds: float | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code = status, _cut(message), param and _cut(param), code
         self.retry_after_seconds = retry_after_seconds
 
     @property
@@ -54,6 +56,11 @@ class ApiError(Exception):
             headers=headers,
             content_type="application/json",
         )
+
+
+def _cut(text: str) -> str:
+    """Names of a client's making may be megabytes."""
+    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}…"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -50,6 +50,7 @@ class Job:
     include_usage: bool
     num_logprobs: int | None  # most likely tokens to tell beside each one; None: no log probabilities at all
     echo: bool
+    continues: bool  # the answer goes on with the prompt's text; else it is a text of its own
     return_token_ids: bool
     avoid: tuple[str, ...]
 
@@ -143,6 +144,7 @@ def build_job(
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         num_logprobs=num_logprobs,
         echo=echo,
+        continues=isinstance(body, CompletionBody),
         return_token_ids=bool(body.return_token_ids),
         avoid=tuple(body.mooncake_avoid or ()),
     )

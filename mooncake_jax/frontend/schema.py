@@ -189,7 +189,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _AT_KEY = re.compile(r" - at `key` in `\$\.?(.*)`$")
-_FIELD = re.compile(r"field `(.*?)`")
+_FIELD = re.compile(r"field `(.*?)`", re.DOTALL)
 
 
 def decode(raw: bytes, kind: type[Body]) -> Body:

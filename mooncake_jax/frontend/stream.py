@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from aiohttp import web
 
 from mooncake_jax.frontend.errors import ApiError
 
+UNREAD_SECONDS = 60.0  # that a client may leave what was written unread, before it counts as gone
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -27,7 +29,7 @@ class EventStream:
     def started(self) -> bool:
         return self._response.prepared
 
-    async def send(self, *events: dict[str, Any]) -> None:
+    async def send(self, *events: dict[str, Any] | msgspec.Raw) -> None:
         await self._write(b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events))
 
     async def done(self) -> web.StreamResponse:
@@ -45,4 +47,10 @@ class EventStream:
     async def _write(self, raw: bytes) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._request)
-        await self._response.write(raw)
+        try:
+            async with asyncio.timeout(UNREAD_SECONDS):
+                await self._response.write(raw)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError(f"the client has read nothing for {UNREAD_SECONDS:g} s") from None

@@ -42,7 +42,9 @@ class Tokenizer(Protocol):
         """Token ids of a conversation, ready for the assistant's turn. Raises ValueError if that fails."""
         ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, *, continues: bool = False) -> Detokenizer:
+        """`continues`: the tokens go on in the middle of a text, so that a space they begin with is its own."""
+        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for; not always UTF-8 by itself."""

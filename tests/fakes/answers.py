@@ -39,7 +39,7 @@ class ByteTokenizer:
     def token_bytes(self, token_id):
         return bytes([token_id]) if token_id < EOS else b"<end>"
 
-    def detokenizer(self):
+    def detokenizer(self, *, continues=False):
         return ByteDetokenizer()
 
 

@@ -150,7 +150,7 @@ def test_not_json_or_no_object(client, path, body):
         ({"model": 5}, "model"),
         ({"mooncake_avoid": [""]}, "mooncake_avoid[0]"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_wrong_field_is_named(client, fields, param):
     check(client.post(COMPLETIONS, raw(**fields)), 400, param)
@@ -179,7 +179,7 @@ def test_a_wrong_field_is_named(client, fields, param):
         ({"tools": []}, "tools"),
         ({"prompt": "hi"}, "prompt"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_wrong_chat_field_is_named(client, fields, param):
     check(client.post(CHAT, chat(**fields)), 400, param)
@@ -189,6 +189,41 @@ def test_a_missing_field_is_named(client):
     check(client.post(COMPLETIONS, b'{"model":"fake"}'), 400, "prompt")
     check(client.post(CHAT, b'{"model":"fake"}'), 400, "messages")
     check(client.post(COMPLETIONS, b'{"prompt":"hi"}'), 400, "model")
+
+
+def test_a_huge_or_strange_name_is_told_in_short(client):
+    name = "x" * 300_000
+    assert len(check(client.post(COMPLETIONS, raw(**{name: 1})), 400, "x" * 1000 + "…")) < 1100
+    assert len(check(client.post(COMPLETIONS, raw(model=name)), 404, "model")) < 1100
+    check(client.post(COMPLETIONS, raw(**{"two\nlines": 1})), 400, "two\nlines", "unknown_field")
+
+
+@pytest.mark.parametrize(
+    "text", [b"1e400", b"-1e400", b"-Infinity", b"9" * 5000, b'"1"', b"[1]", b"true", b"0x1", b"01", b"1."]
+)
+@pytest.mark.parametrize("field", [b"temperature", b"max_tokens", b"seed", b"top_k"])
+def test_numbers_that_are_none(client, field, text):
+    assert (
+        client.post(COMPLETIONS, b'{"model":"fake","prompt":"hi","' + field + b'":' + text + b"}")[0] == 400
+    )
+
+
+@pytest.mark.parametrize("field", [b"user", b"cache_salt", b"stop", b"model", b"x"])
+def test_half_a_surrogate_pair_anywhere_is_no_text(client, field):
+    body = b'{"model":"fake","prompt":"hi","' + field + b'":"\\ud83d"}'
+    assert client.post(COMPLETIONS, body)[0] == 400
+
+
+def test_a_chunked_body_over_the_limit_is_413(client):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as sock:
+        sock.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        try:
+            for _ in range(40):
+                sock.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        except ConnectionError:  # it was refused before all was sent
+            pass
+        assert sock.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_too_long_names_both_lengths(client):

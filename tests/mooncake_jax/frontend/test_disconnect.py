@@ -9,7 +9,7 @@ from fakes.answers import ScriptedBackend
 
 
 def wait_for(condition, what):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
@@ -38,6 +38,28 @@ def test_leaving_cancels(serve, stream, hang_after):
         leave_after(client, backend, stream=stream, reads_a_token=stream and hang_after > 0)
         backend.hang_after = None
         assert client.complete()["choices"][0]["text"] == "x" * 50
+
+
+def test_a_client_that_reads_nothing_more_counts_as_gone(serve, monkeypatch):
+    monkeypatch.setattr("mooncake_jax.frontend.stream.UNREAD_SECONDS", 0.2)
+    num_tokens = 400_000  # their events fill every buffer on the way
+    backend = ScriptedBackend("x" * num_tokens, step=2000, max_tokens=2 * num_tokens)
+    fields = {"model": "fake", "prompt": "hi", "max_tokens": num_tokens, "stream": True, "logprobs": 0}
+    body = json.dumps(fields).encode()
+    with serve(backend) as client, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(10)
+        sock.connect(("127.0.0.1", client.port))
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        wait_for(lambda: backend.num_closed == 1, "the backend still works for a client that does not read")
+        assert backend.num_sent < num_tokens
+        wait_for(
+            lambda: b"mooncake_requests_in_flight 0.0" in client.get("/metrics")[2], "it is still served"
+        )
 
 
 def test_closing_the_server_ends_what_runs(serve, monkeypatch):

@@ -1,9 +1,12 @@
 """Fields of the two generating endpoints: what each does to the request and to its answer."""
 
 import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fakes.answers import EOS, ScriptedBackend
+from fakes.answers import EOS, ByteTokenizer, ScriptedBackend
 
 from kvstore.errors import ExhaustedError
 from mooncake_jax.request import Bias
@@ -145,6 +148,38 @@ def test_every_echo_of_one_prompt_has_its_log_probabilities(serve):
         assert choice["logprobs"]["token_logprobs"][:3] == [None, -1.5, -1.5]
         assert choice["logprobs"]["top_logprobs"][1] == {"a": -2.0, "b": -1.5}
     assert [request.score_prompt for request in backend.requests] == [True, False, False, True]
+
+
+class SlowNames(ByteTokenizer):
+    """Names no token, and so lets no log probabilities be written, until `others_went_on`."""
+
+    def __init__(self):
+        self.writing, self.others_went_on = threading.Event(), threading.Event()
+
+    def token_bytes(self, token_id):
+        self.writing.set()
+        assert self.others_went_on.wait(20), "nothing else could be served meanwhile"
+        return super().token_bytes(token_id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{"echo": True, "max_tokens": 0}, {"max_tokens": 200}], ids=str)
+def test_other_requests_go_on_while_many_log_probabilities_are_written(serve, stream, fields):
+    tokenizer, backend = SlowNames(), ScriptedBackend("x" * 200, step=200)
+    fields = fields | {"prompt": "y" * 200, "logprobs": 2, "stream": stream}
+    with serve(backend, tokenizer) as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/v1/completions", fields)
+        assert tokenizer.writing.wait(20)
+        assert choice_texts(client.stream(max_tokens=5), 1) == ["x" * 5]
+        tokenizer.others_went_on.set()
+        status, _, reply = asked.result()
+        assert status == 200
+        if stream:
+            events = [json.loads(e.removeprefix("data: ")) for e in reply.decode().split("\n\n")[:-2]]
+            told = [p for e in events for p in e["choices"][0]["logprobs"]["token_logprobs"]]
+        else:
+            told = reply["choices"][0]["logprobs"]["token_logprobs"]
+        assert told == ([None, *[-1.5] * 199] if "echo" in fields else [-0.5] * 200)
 
 
 def test_chat_tells_the_most_likely_tokens(serve):

@@ -100,6 +100,33 @@ def test_a_chat_without_a_template_is_refused_and_a_completion_is_not(asking):
     assert tokens_of(client, "/v1/completions", {"prompt": "The work"})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_keeps_the_space_it_begins_with_and_a_chat_has_none(serve, stream):
+    """SentencePiece puts a space before every text: in the middle of one it is the text's own."""
+    tokenizer = Tokenizer(sentencepiece()[0], replace(sentencepiece()[1], chat_template=TURNS))
+    backend = ScriptedBackend(eos=False)
+    backend.tokens = tokenizer.encode("of 😀")
+    messages = [{"role": "user", "content": "The work"}]
+
+    def text_of(path, **fields):
+        fields |= {"max_tokens": len(backend.tokens)}
+        if not stream:
+            status, _, reply = client.post(path, fields)
+            assert status == 200, reply
+            choice = reply["choices"][0]
+            return choice["text"] if "text" in choice else choice["message"]["content"]
+        choices = [event["choices"][0] for event in client.stream(path, **fields)]
+        return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+    with serve(backend, tokenizer) as client:
+        assert text_of("/v1/completions", prompt="The work") == " of 😀"
+        assert text_of("/v1/completions", prompt="The work", echo=True) == "The work of 😀"
+        ids = tokenizer.encode("The work")
+        assert text_of("/v1/completions", prompt=ids, echo=True) == "The work of 😀"
+        assert text_of("/v1/completions", prompt="The work", stop=" o") == ""
+        assert text_of("/v1/chat/completions", messages=messages) == "of 😀"
+
+
 def test_a_template_that_refuses_is_the_clients_error_in_its_own_words(asking):
     client, _ = asking(True, "{{ raise_exception('roles must alternate') }}")
     status, _, reply = client.post("/v1/chat/completions", CHAT)
