@@ -4,18 +4,21 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
+TEST_PROCESSES ?= 2
 SOAK_SECONDS ?= 60
 PEERS ?= .peers
+MOONCAKE_TRACES ?= ../shared/traces
 
 BIN := .venv/bin
 READY := .venv/.made
 
-.PHONY: help demo serve test check soak bench clean
+.PHONY: help demo serve test check soak bench figures clean
 help:
 	@echo "make demo    a real model, served by a cluster of processes, checked against one process"
 	@echo "make serve   the same cluster until Ctrl-C: HOST=$(HOST) PORT=$(PORT) MODEL=checkpoint, GGUF or preset:tiny"
 	@echo "make test    the tests              make soak    the long ones: SOAK_SECONDS=$(SOAK_SECONDS)"
 	@echo "make check   lint, format, types, import directions"
+	@echo "make figures the paper's figures, simulated, into build/figures and docs/results.md: MOONCAKE_TRACES=folder of traces"
 	@echo "make clean   remove .venv and everything that was made"
 
 $(READY): requirements.lock pyproject.toml
@@ -35,7 +38,7 @@ serve: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m launch.fetch || echo "without the model, tests of its real weights are skipped"
-	$(BIN)/python -m pytest tests -m "not soak"
+	$(BIN)/python -m pytest tests -m "not soak" --numprocesses=$(TEST_PROCESSES) --dist=loadfile
 
 soak: $(READY)
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests -m soak
@@ -48,6 +51,11 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m launch.bench --suite=engine --json=build/engine.json --peers=$(PEERS)
+
+figures: $(READY)
+	@$(BIN)/python -c "import matplotlib" 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check "matplotlib>=3.9"
+	$(BIN)/python -m launch.experiment --config=all --traces=$(MOONCAKE_TRACES) --results=docs/results.md
 
 clean:
 	rm -rf .venv build demo run .pytest_cache .ruff_cache .hypothesis *.egg-info

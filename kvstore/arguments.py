@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from kvstore.block import KEY_NBYTES
@@ -13,6 +14,14 @@ def check_keys(keys: Sequence[bytes]) -> None:
     for key in keys:
         if not isinstance(key, bytes) or len(key) != KEY_NBYTES:
             raise InvalidError(f"a block key is {KEY_NBYTES} bytes, got {key!r}")
+
+
+def check_namespace(namespace: str) -> None:
+    """Raises InvalidError unless it can be a namespace's name, or is empty."""
+    if not re.fullmatch(r"[A-Za-z0-9._:-]{0,64}", namespace):
+        raise InvalidError(
+            f"namespace {namespace!r}: expected at most 64 letters, digits, dots, dashes, underscores, colons"
+        )
 
 
 def as_bytes(buffer: object, what: str, *, writable: bool = False) -> memoryview:

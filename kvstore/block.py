@@ -74,6 +74,21 @@ class BlockFormat(msgspec.Struct, frozen=True, dict=True):
             raise IndexError(f"layer group {group} of {self.num_groups}")
         return group * self.group_nbytes
 
+    def layer_range(self, layer: int) -> tuple[int, int]:
+        """Where one layer is in a block: `(offset, nbytes)`."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer {layer} of {self.num_layers}")
+        nbytes = self.nbytes // self.num_layers
+        return layer * nbytes, nbytes
+
+    def heads_ranges(self, heads: range) -> list[tuple[int, int]]:
+        """Where some KV heads, such as those of one tensor-parallel shard, are: one range per layer."""
+        if heads.step != 1 or not 0 <= heads.start < heads.stop <= self.num_kv_heads:
+            raise IndexError(f"heads {heads} of {self.num_kv_heads}: expected some that follow each other")
+        head_nbytes = self.nbytes // (self.num_layers * self.num_kv_heads)
+        layers = (self.layer_range(layer)[0] for layer in range(self.num_layers))
+        return [(start + heads.start * head_nbytes, len(heads) * head_nbytes) for start in layers]
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one possibly in part."""
         return -(-num_tokens // self.block_tokens)

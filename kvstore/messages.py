@@ -5,7 +5,7 @@ Block bytes never travel here.
 Directory: `register` → `heartbeat` and `announce`, again and again → `leave`;
            `lookup` and `nodes` ask; `watch` streams.
 Node:      `reserve` → one-sided WRITE → `commit` (or `abort`); `lease` → one-sided READ → `release`;
-           `exists`, `remove`, `check`, `stats`.
+           `exists`, `remove`, `check`, `drain`, `drop_namespace`, `stats`.
 Every node call carries the epoch of the node it is meant for: another epoch is a StaleError.
 """
 
@@ -35,9 +35,10 @@ Sequence = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 ObjectSize = Annotated[int, Meta(ge=1, le=MAX_OBJECT_NBYTES)]
+Namespace = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._:-]*$")]
 Crc = Annotated[int, Meta(ge=0, lt=2**32)]
 Crcs = Annotated[list[Crc], Meta(max_length=MAX_PARTS)]
-Tier = Literal["dram"]
+Tier = Literal["dram", "ssd"]
 Refusal = Literal["", "present", "writing", "no_room", "too_large"]
 
 
@@ -51,7 +52,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     segment: Segment  # its memory: generations of the slots (u64 each), then the slots
     num_slots: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     slot_nbytes: ObjectSize  # the largest object it takes
-    tier: Tier = "dram"
+    num_ssd_slots: Count = 0  # of the tier below
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
@@ -61,25 +62,25 @@ class RegisterReply(msgspec.Struct, frozen=True):
 
 
 class NodeBeat(msgspec.Struct, frozen=True):
-    """A node lives, and how many slots it has that hold nothing."""
+    """A node lives, how many slots it has that hold nothing, and whether it takes anything new."""
 
     name: NodeName
     epoch: Epoch
     num_free: Count
+    is_draining: bool = False
 
 
 class Announce(msgspec.Struct, frozen=True):
-    """The next changes of what a node holds; `removed` and `added` have no key in common.
-
-    Counts as a heartbeat.
-    """
+    """The next changes of what a node holds; no key comes twice. Counts as a heartbeat."""
 
     name: NodeName
     epoch: Epoch
     sequence: Sequence  # 1 after a registration, then one more each; the last one sent again is taken once
-    added: Keys
+    added: Keys  # in DRAM from now on
     removed: Keys
     num_free: Count
+    on_ssd: Keys = []  # on SSD only, from now on
+    is_draining: bool = False
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -102,17 +103,25 @@ class LookupRequest(msgspec.Struct, frozen=True):
     keys: Keys
 
 
+class Replica(msgspec.Struct, frozen=True, array_like=True):
+    """One holder of a key: an index into the reply's `nodes`, and where it has the key."""
+
+    node: Count
+    tier: Tier
+
+
 class LookupReply(msgspec.Struct, frozen=True):
-    """Who holds each key: indices into `nodes`."""
+    """Who holds each key."""
 
     nodes: list[NodeInfo]
-    holders: list[list[Count]]
+    holders: list[list[Replica]]
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
     info: NodeInfo
     num_free: Count
     num_keys: Count
+    is_draining: bool = False
 
 
 class NodesReply(msgspec.Struct, frozen=True):
@@ -138,8 +147,9 @@ class KeysChanged(msgspec.Struct, frozen=True, tag="keys"):
     """
 
     name: NodeName
-    added: Keys
+    added: Keys  # in DRAM
     removed: Keys
+    on_ssd: Keys = []  # on SSD only
 
 
 WatchEvent = Joined | Forgotten | KeysChanged
@@ -173,6 +183,7 @@ class NodeReserve(msgspec.Struct, frozen=True):
     keys: Keys
     nbytes: ObjectSize
     part_nbytes: ObjectSize
+    namespace: Namespace = ""  # by which all of them can be removed together
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -230,16 +241,36 @@ class HeldBlock(msgspec.Struct, frozen=True):
     nbytes: ObjectSize
     part_nbytes: ObjectSize
     crcs: Crcs
+    namespace: Namespace = ""
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
     handle: Handle
     lease_seconds: float
     held: list[HeldBlock | None]
+    # items that are here, on SSD, and found no slot or no time to be read: try again without the others
+    waiting: list[Count] = []
+
+
+class NodeDrain(msgspec.Struct, frozen=True):
+    """Whether the node takes nothing new from now on; what it holds can be read as before."""
+
+    epoch: Epoch
+    draining: bool
+
+
+class NodeNamespace(msgspec.Struct, frozen=True):
+    epoch: Epoch
+    namespace: Namespace
+
+
+class Counted(msgspec.Struct, frozen=True):
+    count: Count
 
 
 class NodeStats(msgspec.Struct, frozen=True):
     stats: dict[str, int]
+    namespaces: dict[str, int]  # objects of each, in both tiers
 
 
 DIRECTORY = Service(
@@ -269,6 +300,9 @@ NODE = Service(
         "remove": Method(NodeKeys, Flags),
         # the node compares its own bytes with their crcs; damaged ones are removed
         "check": Method(NodeKeys, Flags),
+        "drain": Method(NodeDrain, Empty),
+        # removes every object of a namespace; how many there were
+        "drop_namespace": Method(NodeNamespace, Counted),
         "stats": Method(Empty, NodeStats),
     },
 )

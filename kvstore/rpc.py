@@ -26,6 +26,7 @@ from kvstore.errors import (
     StoreError,
     UnavailableError,
 )
+from kvstore.health import health_handler
 
 MAX_MESSAGE_NBYTES = 16 << 20
 _OPTIONS = [
@@ -113,7 +114,10 @@ def _stream(call: Callable[[Any, grpc.ServicerContext], Iterator[Any]]) -> Calla
 
 
 class Server:
-    """A started gRPC server; `port` is the bound one. The only place where servers are assembled."""
+    """A started gRPC server; `port` is the bound one. The only place where servers are assembled.
+
+    It answers the standard health service too.
+    """
 
     def __init__(
         self,
@@ -143,6 +147,7 @@ class Server:
             self._server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(service.name, table),)
             )
+        self._server.add_generic_rpc_handlers((health_handler([service.name for service, _ in handlers]),))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             self.port = self._server.add_insecure_port(address)

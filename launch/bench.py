@@ -21,10 +21,9 @@ from launch.benchmarks.prompts import trace_file
 from launch.benchmarks.record import Machine, Suite
 from launch.process import UsageError, run_main, stop_on_signals
 
-SUITES = ("engine", "transfer", "store", "schedule")
-TO_COME = ("simulate",)
+SUITES = ("engine", "transfer", "store", "schedule", "simulate")
 
-_SUITE = flags.DEFINE_enum("suite", None, SUITES + TO_COME, "What to measure.", required=True)
+_SUITE = flags.DEFINE_enum("suite", None, SUITES, "What to measure.", required=True)
 _JSON = flags.DEFINE_string(
     "json", None, "File to write the rows to (JSON); its folder is made when missing."
 )
@@ -40,8 +39,8 @@ _MODEL = flags.DEFINE_string(
 _TRACE = flags.DEFINE_string(
     "trace",
     os.environ.get("MOONCAKE_TRACES", ""),
-    "schedule: a Mooncake trace, or the folder that has conversation_trace.jsonl (also by the environment variable "
-    "MOONCAKE_TRACES); if empty, prompts are generated.",
+    "schedule, simulate: a Mooncake trace, or the folder that has conversation_trace.jsonl (also by the environment "
+    "variable MOONCAKE_TRACES); if empty, prompts are generated.",
 )
 _ROWS = flags.DEFINE_list("rows", [], "Only rows whose name starts with one of these.")
 
@@ -49,10 +48,6 @@ _ROWS = flags.DEFINE_list("rows", [], "Only rows whose name starts with one of t
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UsageError(f"unexpected argument {argv[1]!r}")
-    if _SUITE.value in TO_COME:
-        raise UsageError(
-            f"--suite={_SUITE.value}: the simulator does not exist yet; there are {', '.join(SUITES)}"
-        )
     peers = Path(_PEERS.value).resolve() if _PEERS.value else None
     if peers and not peers.is_dir():
         raise UsageError(f"--peers: {peers} is not a folder")

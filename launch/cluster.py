@@ -7,7 +7,10 @@ Then, from another terminal:
     curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"model": "tiny", "prompt": "The capital of France is", "max_tokens": 8}'
 
-Ctrl-C ends all of it. Logs are in --run_dir.
+Ctrl-C ends all of it. Logs are in --run_dir. A cluster of nodes that nobody has, at real prompt lengths:
+
+    python -m launch.cluster --model=preset:tiny --engine=emulated --cost_model=a800_llama3_70b --time_scale=0.1 \\
+        --block_tokens=512 --max_tokens=140000 --prefill=8 --decode=8
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from launch.local_cluster import Cluster, ClusterConfig
 from launch.model_cache import FetchError, cache_directory, smollm2_checkpoint
 from launch.process import UsageError, run_main, stoppable, wait_for_signal
 from launch.supervisor import SupervisorError
+from mooncake_jax.conductor.policy import POLICIES
 
 SMOLLM2 = "smollm2-135m-instruct"
+EMULATION_FLAGS = ("engine", "cost_model", "time_scale", "block_tokens")
 
 
 def default_compile_cache() -> str:
@@ -30,12 +35,24 @@ def default_compile_cache() -> str:
     return str(cache_directory() / "compiled")
 
 
+def conductor_flags(values: flags.FlagValues) -> tuple[str, ...]:
+    """Of the Conductor: emulated engines take the times of a model that it forecasts with."""
+    if values.engine != "emulated":
+        return (f"--policy={values.policy}",)
+    return (
+        f"--policy={values.policy}",
+        f"--cost_model={values.cost_model}",
+        f"--time_scale={values.time_scale}",
+    )
+
+
 def show_progress(name: str, address: str) -> None:
     print(f"  {name:<12} {address}", flush=True)
 
 
 if __name__ == "__main__":
-    define("dtype", "host", "port", "max_tokens", "dram_bytes")
+    define("dtype", "host", "port", "max_tokens", "dram_bytes", *EMULATION_FLAGS)
+    POLICY = flags.DEFINE_enum("policy", "global", sorted(POLICIES), "As --policy of the Conductor.")
     MODEL = flags.DEFINE_string("model", "", f"{MODEL_HELP} If empty, SmolLM2-135M-Instruct, fetched.")
     SERVED_NAME = flags.DEFINE_string("served_model", "", "Name that requests ask for; as --model if empty.")
     PREFILL = flags.DEFINE_integer("prefill", 2, "Prefill instances.", 1)
@@ -75,6 +92,8 @@ if __name__ == "__main__":
             dram_nbytes=values.dram_bytes,
             compile_cache=COMPILE_CACHE.value or default_compile_cache(),
             pin=PIN.value,
+            engine_flags=tuple(f"--{name}={values[name].value}" for name in EMULATION_FLAGS),
+            conductor_flags=conductor_flags(values),
         )
 
         def serve() -> None:

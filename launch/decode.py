@@ -12,12 +12,16 @@ It compiles, then registers at the Conductor. Ask it for its books:
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from launch.flags import define, keep_compiled_programs, pin_to_cores
-from launch.instance import ENGINE_FLAGS, engine_arguments, instance_config
+from launch.instance import ENGINE_FLAGS, emulated_arguments, engine_arguments, instance_config
 from launch.process import run_role
+
+if TYPE_CHECKING:
+    from mooncake_jax.engine.contract import DecodeEngine
 
 define(*ENGINE_FLAGS)
 SLOTS = flags.DEFINE_integer("slots", 8, "Requests in a batch.", 1)
@@ -28,14 +32,23 @@ FLAGS = flags.FLAGS
 def build(stack: ExitStack) -> tuple[str, str]:
     pin_to_cores()
     from mooncake_jax.decode.config import DecodeConfig
-    from mooncake_jax.engine.jax_decode import JaxDecodeEngine
     from mooncake_jax.instance import start_decode
 
-    keep_compiled_programs(FLAGS.compile_cache)
-    engine = JaxDecodeEngine(**engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value))
+    engine = _engine()
     instance = start_decode(instance_config(), engine, DecodeConfig(staging_nbytes=STAGING_BYTES.value))
     stack.callback(instance.close)
     return FLAGS.name, instance.address
+
+
+def _engine() -> DecodeEngine:
+    if FLAGS.engine == "emulated":
+        from mooncake_jax.engine.emulated import EmulatedDecodeEngine
+
+        return EmulatedDecodeEngine(**emulated_arguments(SLOTS.value))
+    from mooncake_jax.engine.jax_decode import JaxDecodeEngine
+
+    keep_compiled_programs(FLAGS.compile_cache)
+    return JaxDecodeEngine(**engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value))
 
 
 if __name__ == "__main__":

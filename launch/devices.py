@@ -33,12 +33,13 @@ def usable_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-def compute_devices() -> list[Any]:
-    """All cores that this process may use, as `jax.Device`s, on the CPU; else the first accelerator.
+def compute_devices(num_devices: int = 0) -> list[Any]:
+    """`num_devices` of this process's; 0: all cores that it may use, as `jax.Device`s, on the CPU, else the first
+    accelerator. There may be fewer.
 
     Call it before anything computes: JAX makes its devices once. Too late, it takes those that are there and says so.
     """
-    wanted = cpu_devices(usable_cores())
+    wanted = num_devices or cpu_devices(usable_cores())
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
     except RuntimeError:
@@ -46,4 +47,6 @@ def compute_devices() -> list[Any]:
             "JAX runs already: it computes on %d devices, not on %d", jax.local_device_count(), wanted
         )
     devices = jax.local_devices()
+    if num_devices:
+        return devices[:num_devices]
     return devices if jax.default_backend() == "cpu" else devices[:1]

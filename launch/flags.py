@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from launch.process import UsageError, set_cores
+
+if TYPE_CHECKING:
+    from kvstore.transfer.topology import Topology
 
 MODEL_HELP = "Checkpoint folder of ours, Hugging Face folder, GGUF file, or preset:tiny for random weights."
 _SHARED: dict[str, Callable[[], Any]] = {
@@ -17,6 +20,18 @@ _SHARED: dict[str, Callable[[], Any]] = {
     "port": lambda: flags.DEFINE_integer("port", 0, "Port to bind; 0: a free one.", 0, 65535),
     "host_id": lambda: flags.DEFINE_string(
         "host_id", "localhost", "Processes with equal ids share memory; others exchange KV over TCP."
+    ),
+    "rails": lambda: flags.DEFINE_list(
+        "rails",
+        [],
+        "Addresses of this host's NICs to exchange KV on, such as 10.0.0.1,fd00::1; auto: one of every NIC that has "
+        "one. Empty: --host alone.",
+    ),
+    "topology": lambda: flags.DEFINE_string(
+        "topology",
+        "",
+        'Which NICs are near which memory, for the choice of a rail: JSON {"cpu:0": [[preferred], [secondary]]}, a '
+        "file of it, or empty to ask the kernel. python -m launch.topology prints it.",
     ),
     "directory": lambda: flags.DEFINE_string("directory", None, "host:port of the directory.", required=True),
     "conductor": lambda: flags.DEFINE_string("conductor", None, "host:port of the Conductor.", required=True),
@@ -28,7 +43,28 @@ _SHARED: dict[str, Callable[[], Any]] = {
     "dram_bytes": lambda: flags.DEFINE_integer(
         "dram_bytes", 512 << 20, "DRAM for KV blocks of the store node, in bytes.", 1
     ),
+    "ssd_path": lambda: flags.DEFINE_string(
+        "ssd_path", "", "Folder of its own for the store node's SSD tier; no such tier if empty."
+    ),
+    "ssd_nbytes": lambda: flags.DEFINE_integer(
+        "ssd_nbytes", 0, "The most that --ssd_path may take on disk, in bytes.", 0
+    ),
     "cores": lambda: flags.DEFINE_list("cores", [], "CPU cores to run on, such as 0,1; all if empty."),
+    "engine": lambda: flags.DEFINE_enum(
+        "engine",
+        "jax",
+        ["jax", "emulated"],
+        "emulated: computes nothing, takes the time that --cost_model says; bytes and requests are real.",
+    ),
+    "cost_model": lambda: flags.DEFINE_string(
+        "cost_model", "a800_llama3_70b", "emulated: cost model, by name or as a file of launch.profile."
+    ),
+    "time_scale": lambda: flags.DEFINE_float(
+        "time_scale", 1.0, "emulated: real seconds that a modelled second takes.", 1e-6
+    ),
+    "block_tokens": lambda: flags.DEFINE_integer(
+        "block_tokens", 0, "emulated: tokens of a KV block; 0: as --model has them.", 0
+    ),
     "compile_cache": lambda: flags.DEFINE_string(
         "compile_cache", "", "Folder to keep compiled programs in, shared by processes; none if empty."
     ),
@@ -40,6 +76,32 @@ def define(*names: str) -> None:
     """Define these shared flags for the calling launcher."""
     for name in names:
         _SHARED[name]()
+
+
+def transfer_rails() -> dict[str, Any]:
+    """Arguments of a transfer engine from --rails and --topology. Raises UsageError."""
+    from kvstore.transfer.sysfs import nic_addresses
+
+    rails: list[str] = flags.FLAGS.rails
+    topology = read_topology(flags.FLAGS.topology)
+    if rails == ["auto"]:
+        rails = nic_addresses(topology.devices)
+        if not rails:
+            raise UsageError(f"--rails=auto: no NIC of {topology.devices} has an address: name them")
+    return {"rails": tuple(rails), "topology": topology if len(rails) > 1 else None}
+
+
+def read_topology(text: str) -> Topology:
+    """What --topology says. Raises UsageError."""
+    from kvstore.transfer.sysfs import discover
+    from kvstore.transfer.topology import Topology
+
+    try:
+        if not text:
+            return discover()
+        return Topology.parse(text if text.lstrip().startswith("{") else Path(text).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--topology={text}: {error}") from error
 
 
 def pin_to_cores() -> None:

@@ -37,6 +37,8 @@ class ClusterConfig:
     staging_nbytes: int = 512 << 20
     compile_cache: str = ""
     pin: bool = False
+    engine_flags: tuple[str, ...] = ()  # more flags of every prefill and decode instance
+    conductor_flags: tuple[str, ...] = ()
     ready_seconds: float = 900.0
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class Cluster:
 
     def _start(self, progress: Callable[[str, str], None]) -> None:
         directory = self._run([_directory()], progress)["directory"]
-        conductor = self._run([_conductor(directory)], progress)["conductor"]
+        conductor = self._run([_conductor(self.config, directory)], progress)["conductor"]
         engines = _engines(self.config, directory, conductor)
         first = [engines["prefill-0"], engines["decode-0"]]  # they compile; the others find it in the cache
         others = [command for command in engines.values() if command not in first]
@@ -122,8 +124,9 @@ def _directory() -> Command:
     return Command("directory", ("-m", "launch.directory"), keeps_port=True)
 
 
-def _conductor(directory: str) -> Command:
-    return Command("conductor", ("-m", "launch.conductor", f"--directory={directory}"), keeps_port=True)
+def _conductor(config: ClusterConfig, directory: str) -> Command:
+    argv = ("-m", "launch.conductor", f"--directory={directory}", *config.conductor_flags)
+    return Command("conductor", argv, keeps_port=True)
 
 
 def _frontend(config: ClusterConfig, conductor: str, port: int) -> Command:
@@ -179,6 +182,7 @@ def _engines(config: ClusterConfig, directory: str, conductor: str) -> dict[str,
             f"--dram_bytes={config.dram_nbytes}",
             f"--compile_cache={config.compile_cache}",
             f"--cores={','.join(map(str, own_cores))}",
+            *config.engine_flags,
         ]
         if role == "prefill":
             argv.append(f"--slots={config.prefill_slots}")

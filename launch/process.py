@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -48,8 +49,11 @@ def run_role(build: Callable[[ExitStack], tuple[str, str]]) -> NoReturn:
     run_main(main)
 
 
-def run_main(main: Callable[[Sequence[str]], object]) -> NoReturn:
-    """`absl.app.run` with our exit codes: a bad flag or a UsageError is one line and exit 2."""
+def run_main(main: Callable[[Sequence[str]], object], *, num_arguments: int = 0) -> NoReturn:
+    """`absl.app.run` with our exit codes: a bad flag or a UsageError is one line and exit 2.
+
+    `num_arguments`: how many arguments besides flags there may be.
+    """
 
     def guarded(argv: Sequence[str]) -> object:
         try:
@@ -59,7 +63,7 @@ def run_main(main: Callable[[Sequence[str]], object]) -> NoReturn:
             return EXIT_USAGE
 
     absl_logging.set_verbosity(absl_logging.WARNING)
-    app.run(guarded, flags_parser=_parse)
+    app.run(guarded, flags_parser=partial(_parse, num_arguments))
     sys.exit(0)
 
 
@@ -125,15 +129,15 @@ def _serve(build: Callable[[ExitStack], tuple[str, str]]) -> int:
     return 0
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(num_arguments: int, argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         print(f"{_program()}: {error} (try --help)", file=sys.stderr)
         sys.exit(EXIT_USAGE)
-    if len(rest) > 1:
+    if len(rest) > 1 + num_arguments:
         print(
-            f"{_program()}: unexpected argument {rest[1]!r}; flags begin with -- (try --help)",
+            f"{_program()}: unexpected argument {rest[1 + num_arguments]!r}; flags begin with -- (try --help)",
             file=sys.stderr,
         )
         sys.exit(EXIT_USAGE)

@@ -73,6 +73,18 @@ def read_pages(
     return tokens[0] if slots is None else tokens
 
 
+def read_blocks(memory: jax.Array, layer: jax.Array, places: list[jax.Array]) -> jax.Array:
+    """One layer of the blocks at `places` of a store's memory `[slots, L, K, 2, Z, H]`, one after the other:
+    `[K, 2, S, H]`. Places must be in range."""
+    _, _, K, _, Z, H = memory.shape
+    zero = jnp.zeros((), jnp.int32)
+    blocks = [
+        lax.dynamic_slice(memory, (place, layer, zero, zero, zero, zero), (1, 1, K, 2, Z, H))[0, 0]
+        for place in places
+    ]
+    return jnp.stack(blocks, axis=2).reshape(K, 2, len(places) * Z, H)
+
+
 def insert_blocks(groups: Any, blocks: jax.Array, slot: jax.Array, first_page: jax.Array) -> Any:
     """Put blocks `[M, layers, K, 2, Z, H]` into the layers of one group, or of a list of groups, in order."""
     layers, tree = jax.tree.flatten(groups)

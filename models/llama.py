@@ -9,8 +9,8 @@ float32.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,17 @@ class Param:
     axes: tuple[str | None, ...]
     gain: float | None = None  # normal with std gain / sqrt(fan in); None: ones
     fused: int = 1  # equal matrices that stand one after the other in its rows and are used side by side
+    parts: tuple[int, ...] = ()  # rows of each matrix that stands in it, where there are several
 
     @property
-    def has_columns(self) -> bool:
-        """Whether its rows are output columns of a product; else it is a norm."""
-        return self.axes[0] is not None
+    def shared_axis(self) -> int | None:
+        """The dimension of which `split.ByColumns` gives each device a share; None: every device has the whole.
+
+        The projection out of attention is small: computing it everywhere costs less than gathering its result.
+        """
+        if self.axes[0] in ("heads", "mlp"):
+            return 0
+        return 1 if "mlp" in self.axes else None
 
 
 def param_table(cfg: LlamaConfig) -> Params:
@@ -52,20 +58,27 @@ def param_table(cfg: LlamaConfig) -> Params:
     heads, kv_heads = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     layer = {
         "attn_norm": Param((cfg.d_model,), (None,)),
-        "qkv": Param((heads + 2 * kv_heads, cfg.d_model), ("heads", "embed"), gain=1.0),
+        "qkv": Param(
+            (heads + 2 * kv_heads, cfg.d_model),
+            ("heads", "embed"),
+            gain=1.0,
+            parts=(heads, kv_heads, kv_heads),
+        ),
         "out": Param((cfg.d_model, heads), ("embed", "heads"), gain=1.5),
         "mlp_norm": Param((cfg.d_model,), (None,)),
-        "gate_up": Param((2 * cfg.d_ff, cfg.d_model), ("mlp", "embed"), gain=1.0, fused=2),
+        "gate_up": Param(
+            (2 * cfg.d_ff, cfg.d_model), ("mlp", "embed"), gain=1.0, fused=2, parts=(cfg.d_ff, cfg.d_ff)
+        ),
         "down": Param((cfg.d_model, cfg.d_ff), ("embed", "mlp"), gain=1.0),
     }
     biased = ("qkv", "out") * cfg.attention_bias + ("gate_up", "down") * cfg.mlp_bias
     layer |= {
-        f"{name}_bias": Param(matrix.shape[:1], matrix.axes[:1], gain=3.0, fused=matrix.fused)
+        f"{name}_bias": replace(matrix, shape=matrix.shape[:1], axes=matrix.axes[:1], gain=3.0)
         for name, matrix in layer.items()
         if name in biased
     }
     table: Params = {
-        "embed": Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), gain=3.0),
+        "embed": Param((cfg.vocab_size, cfg.d_model), ("token", "embed"), gain=3.0),
         "layers": [dict(layer) for _ in range(cfg.num_layers)],
         "final_norm": Param((cfg.d_model,), (None,)),
     }
@@ -136,34 +149,43 @@ def prefill_group(
     slot: jax.Array,
     start: jax.Array,
     num_valid: jax.Array,
+    stored: attention.StoredBlocks | None = None,
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
     """One layer group over a tile of one slot, at positions start …, of which `num_valid` rows count.
 
     `x` `[rows, D]` and `layers` are what `how` gives this device of the tile and the weights; above one device
     this runs inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the
-    whole tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on. `start` is a
-    multiple of Z, and the cache has room for M pages there.
+    whole tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on (K: of the heads that
+    this device computes). `start` is a multiple of Z, and the cache has room for M pages there. A tile `ByColumns`
+    needs `stored`: the blocks of the prompt's beginning that the cache does not hold.
     """
+    cfg = how.own(cfg)
     cos, sin = rope.rotation(cfg, start + how.offsets(x.shape[0]))
-    firsts = [start + first for first in how.firsts(x.shape[0])]
-    layout = _Layout(cfg, platform, how.shares, how.order)
     group, blocks = list(group), []
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(layout, layer, x, cos, sin)
+            q, k, v = _project(cfg, platform, how, layer, x, cos, sin)
             tile = how.gather_tile(_stored(k, v, group[i]))
             blocks.append(cache.to_pages(cfg, tile, num_valid))
             group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
-            own, run_pages = how.attended(q), platform.prefill_pages(cfg, how.run_rows(tile.shape[0]))
-            mixed = attention.tile_attention(own, firsts, group[i], slot, platform, run_pages)
-            mixed = how.gather_attended(mixed.reshape(own.shape[0], -1))
-            x = _finish_layer(layout, layer, x, mixed)
+            if not isinstance(how, split.ByColumns):
+                firsts = [start + first for first in how.firsts(x.shape[0])]
+                run_pages = platform.prefill_pages(cfg, how.run_rows(tile.shape[0]))
+                mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages)
+            else:
+                assert stored is not None
+                n, run_pages = how.num_devices, platform.tail_pages(cfg)
+                mixed = attention.tail_attention(
+                    q, tile, start, stored, i, group[i], slot, platform, run_pages, n
+                )
+            x = _finish_layer(cfg, platform, how, layer, x, mixed.reshape(x.shape[0], -1))
     return x, group, jnp.stack(blocks, axis=1)
 
 
 def decode_group(
     cfg: LlamaConfig,
     platform: Platform,
+    how: split.ByHeads,
     layers: list[Params],
     x: jax.Array,
     group: list[Pages],
@@ -172,20 +194,21 @@ def decode_group(
 ) -> tuple[jax.Array, list[Pages]]:
     """One layer group for one token of each of the slots 0 … b-1: `x` `[b, D]` at `positions` `[b]`.
 
-    Inactive rows compute something that nobody may read, and write nothing. Returns the new `x` and cache
-    (pass the old one donated).
+    `layers` and `group` are what `how` gives this device; above one device this runs inside a `shard_map`. Inactive
+    rows compute something that nobody may read, and write nothing. Returns the new `x` and cache (pass the old one
+    donated).
     """
+    cfg = how.own(cfg)
     cos, sin = rope.rotation(cfg, positions)
     longest = jnp.where(active, positions + 1, 0).max()
     run_pages = platform.decode_pages(cfg, x.shape[0])
-    layout = _Layout(cfg, platform)
     group = list(group)
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(layout, layer, x, cos, sin)
+            q, k, v = _project(cfg, platform, how, layer, x, cos, sin)
             group[i] = cache.write_rows(group[i], _stored(k, v, group[i]), positions, active)
             mixed = attention.decode_attention(q, group[i], positions, longest, platform, run_pages)
-            x = _finish_layer(layout, layer, x, mixed.reshape(x.shape[0], -1))
+            x = _finish_layer(cfg, platform, how, layer, x, mixed.reshape(x.shape[0], -1))
     return x, group
 
 
@@ -210,8 +233,7 @@ def linear(platform: Platform, x: jax.Array, weight: jax.Array, bias: jax.Array 
         preferred_element_type=jnp.float32,
     )
     y = product(weight, x).T if rows <= platform.weights_first_rows else product(x, weight)
-    y = y[:rows]
-    return y if bias is None else y + bias.astype(jnp.float32)[None]
+    return split.add_bias(y[:rows], bias)
 
 
 def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -219,25 +241,20 @@ def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)[None]
 
 
-class _Layout(NamedTuple):
-    """How the weights lie before a step: this device's one of `shares` of the columns, or all of them in the `order`
-    that so many shares need (see `split.share_columns`)."""
-
-    cfg: LlamaConfig
-    platform: Platform
-    shares: int = 1
-    order: int = 1
-
-
 def _project(
-    layout: _Layout, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
+    cfg: LlamaConfig,
+    platform: Platform,
+    how: split.Split,
+    layer: Params,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
-    cfg = layout.cfg
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     normed = norm(x, layer["attn_norm"], cfg.norm_eps)
-    columns = linear(layout.platform, normed, layer["qkv"], layer.get("qkv_bias"))
-    heads = split.gather_columns(columns, layout.shares).reshape(-1, N + 2 * K, H)
+    columns = linear(platform, normed, layer["qkv"], layer.get("qkv_bias"))
+    heads = split.gather_columns(columns, how.shares).reshape(-1, N + 2 * K, H)
     turned = rope.rotate(heads[:, : N + K], cos, sin)
     dtype = layer["qkv"].dtype
     return turned[:, :N], turned[:, N:].astype(dtype), heads[:, N + K :].astype(dtype)
@@ -248,18 +265,23 @@ def _stored(keys: jax.Array, values: jax.Array, pages: Pages) -> jax.Array:
     return cache.to_storage(jnp.stack([keys, values], axis=2), pages.dtype)
 
 
-def _finish_layer(layout: _Layout, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
+def _finish_layer(
+    cfg: LlamaConfig, platform: Platform, how: split.Split, layer: Params, x: jax.Array, mixed: jax.Array
+) -> jax.Array:
     """Output projection of attention `mixed` `[T, N·H]`, and the gated MLP, each added to the residual `x`."""
 
     def project(name: str, rows: jax.Array) -> jax.Array:
-        return linear(layout.platform, rows, layer[name], layer.get(f"{name}_bias"))
+        weight = layer[name]
+        total = how.total(name, linear(platform, rows, weight), weight.dtype)
+        return split.add_bias(total, layer.get(f"{name}_bias"))
 
-    x = x + split.gather_columns(project("out", mixed), layout.shares)
-    both = project("gate_up", norm(x, layer["mlp_norm"], layout.cfg.norm_eps))
-    both = both.reshape(x.shape[0], layout.order, 2, -1)
+    x = x + project("out", mixed)
+    both = linear(
+        platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"], layer.get("gate_up_bias")
+    )
+    both = both.reshape(x.shape[0], how.order, 2, -1)
     hidden = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]).reshape(x.shape[0], -1)
-    hidden = split.gather_columns(hidden.astype(layer["down"].dtype), layout.shares)
-    return x + split.gather_columns(project("down", hidden), layout.shares)
+    return x + project("down", hidden)
 
 
 def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:

@@ -24,7 +24,11 @@ class Platform:
     tile_tokens_by_columns: int  # up to here several devices split a tile's columns, not its rows
     attention_rows: int  # the most query tokens of one step of online softmax in prefill
     prefill_key_tokens: tuple[int, int]  # keys of such a step: at least, at most
+    tail_key_tokens: int  # the most keys that attention of a tile by columns reads at a time
     prefill_scores: int  # queries times keys of a step, between these bounds
+    decode_parts: (
+        int  # decode attention takes a batch that divides by it in so many parts: less to keep in caches
+    )
     # (largest batch, keys of one step), ascending; the last is open
     decode_key_tokens: tuple[tuple[int, int], ...]
     draws_row_by_row: bool  # a token is drawn for one row after the other: each takes its own settings' time
@@ -40,6 +44,10 @@ class Platform:
         fewest, most = self.prefill_key_tokens
         keys = self.prefill_scores // min(num_rows, self.attention_rows)
         return max(1, min(most, max(fewest, keys)) // cfg.block_tokens)
+
+    def tail_pages(self, cfg: LlamaConfig) -> int:
+        """Pages that attention of a tile by columns reads at a time."""
+        return max(1, min(self.tail_key_tokens, cfg.max_position) // cfg.block_tokens)
 
     def decode_pages(self, cfg: LlamaConfig, batch: int) -> int:
         """Pages per slot that decode attention reads at a time."""
@@ -57,7 +65,9 @@ CPU = Platform(
     tile_tokens_by_columns=64,
     attention_rows=128,
     prefill_key_tokens=(128, 2048),
+    tail_key_tokens=1024,
     prefill_scores=128 * 128,
+    decode_parts=2,
     decode_key_tokens=((4, 256), (16, 128), (32, 64)),
     draws_row_by_row=True,
 )
@@ -71,7 +81,9 @@ ACCELERATOR = Platform(
     tile_tokens_by_columns=0,
     attention_rows=2048,
     prefill_key_tokens=(1024, 1024),
+    tail_key_tokens=1024,
     prefill_scores=2048 * 1024,
+    decode_parts=1,
     decode_key_tokens=((8, 2048), (64, 1024)),
     draws_row_by_row=False,
 )

@@ -1,12 +1,14 @@
-"""How a prefill step is split over devices that compute side by side, inside a `shard_map` over `AXIS`.
+"""How a step is split over devices that compute side by side, inside a `shard_map`.
 
-`ByRows`, for tiles of many rows: each device takes rows, and has all weights. `ByColumns`, for few rows (the last
-tokens of a cached prompt), where reading weights is what costs: each device takes a share of every product's
-output columns. Either way each computes the attention of its rows, and has a whole cache.
+`ByRows` (sequence parallelism), for tiles of many rows: each device takes rows, and has all weights. `ByColumns`, for
+few rows (the last tokens of a cached prompt), where reading weights and keys is what costs: each device takes a share of
+the large weights (`models.llama.Param.shared_axis`) and of the keys. Either way each has a whole cache. `ByHeads` (tensor
+parallelism): each device has some heads, their share of the cache and of the weights, and computes them for all rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-AXIS = "devices"  # the mesh axis
+from models.config import LlamaConfig
+
+AXIS = "devices"  # the mesh axis of ByRows and ByColumns
+TENSOR = "tensor"  # the mesh axis of ByHeads
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,13 @@ class ByRows:
 
     num_devices: int
 
+    def own(self, cfg: LlamaConfig) -> LlamaConfig:
+        """The heads and widths that one device computes."""
+        return cfg
+
     @property
     def shares(self) -> int:
-        """Into how many shares the columns of a weight are cut; a device has one."""
+        """Into how many shares the columns of a weight are cut that are gathered after the product; a device has one."""
         return 1
 
     @property
@@ -66,14 +75,6 @@ class ByRows:
         run = jnp.arange(num_rows // len(firsts), dtype=jnp.int32)
         return jnp.concatenate([first + run for first in firsts])
 
-    def attended(self, rows: jax.Array) -> jax.Array:
-        """Of rows as those of `x`, the ones whose attention this device computes: all."""
-        return rows
-
-    def gather_attended(self, rows: jax.Array) -> jax.Array:
-        """The inverse: rows as those of `x`."""
-        return rows
-
     def gather_tile(self, rows: jax.Array) -> jax.Array:
         """Rows as those of `x` → the tile `[T, …]` in the order of the prompt, on every device."""
         n = self.num_devices
@@ -83,12 +84,20 @@ class ByRows:
         ahead = [2 * d for d in range(n)]
         return jnp.concatenate([chunks[i] for i in ahead + [i + 1 for i in reversed(ahead)]])
 
+    def total(self, name: str, product: jax.Array, wire: Any) -> jax.Array:
+        """What the projection `name` ("out" or "down") gives rows as those of `x`, `[rows, D]` float32, from this device's
+        part of it. `wire`: the dtype in which parts that are to be added up cross."""
+        return product
+
 
 @dataclass(frozen=True)
 class ByColumns:
     """`x` is the whole tile on every device. Meanings are those of `ByRows`."""
 
     num_devices: int
+
+    def own(self, cfg: LlamaConfig) -> LlamaConfig:
+        return cfg
 
     @property
     def shares(self) -> int:
@@ -101,26 +110,68 @@ class ByColumns:
     def dealt(self, tile: int) -> np.ndarray:
         return np.arange(tile, dtype=np.int32)
 
-    def run_rows(self, tile: int) -> int:
-        return tile // self.num_devices
-
-    def firsts(self, num_rows: int) -> list[jax.Array]:
-        return [lax.axis_index(AXIS).astype(jnp.int32) * self.run_rows(num_rows)]
-
     def offsets(self, num_rows: int) -> jax.Array:
         return jnp.arange(num_rows, dtype=jnp.int32)
-
-    def attended(self, rows: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(rows, self.firsts(rows.shape[0])[0], self.run_rows(rows.shape[0]))
-
-    def gather_attended(self, rows: jax.Array) -> jax.Array:
-        return lax.all_gather(rows, AXIS, tiled=True)
 
     def gather_tile(self, rows: jax.Array) -> jax.Array:
         return rows
 
+    def total(self, name: str, product: jax.Array, wire: Any) -> jax.Array:
+        return lax.psum(product, AXIS) if name == "down" and self.num_devices > 1 else product
 
-Split = ByRows | ByColumns
+
+@dataclass(frozen=True)
+class ByHeads:
+    """`x` is the whole tile on every device of the axis `TENSOR`, and everything between two residuals is a device's
+    own: it runs a model with fewer heads and a narrower MLP, whose outputs are added up, twice a layer."""
+
+    num_devices: int
+
+    def own(self, cfg: LlamaConfig) -> LlamaConfig:
+        """Raises ValueError naming what does not divide."""
+        n = self.num_devices
+        for what, count in (("KV heads", cfg.num_kv_heads), ("columns of the MLP", cfg.d_ff)):
+            if count % n:
+                raise ValueError(f"{count} {what} do not divide over tensor:{n}")
+        return dataclasses.replace(
+            cfg, num_heads=cfg.num_heads // n, num_kv_heads=cfg.num_kv_heads // n, d_ff=cfg.d_ff // n
+        )
+
+    @property
+    def shares(self) -> int:
+        return 1
+
+    @property
+    def order(self) -> int:
+        return 1
+
+    def dealt(self, tile: int) -> np.ndarray:
+        return np.arange(tile, dtype=np.int32)
+
+    def run_rows(self, tile: int) -> int:
+        return tile
+
+    def firsts(self, num_rows: int) -> list[jax.Array]:
+        return [jnp.zeros((), jnp.int32)]
+
+    def offsets(self, num_rows: int) -> jax.Array:
+        return jnp.arange(num_rows, dtype=jnp.int32)
+
+    def gather_tile(self, rows: jax.Array) -> jax.Array:
+        return rows
+
+    def total(self, name: str, product: jax.Array, wire: Any) -> jax.Array:
+        if self.num_devices == 1:
+            return product
+        return lax.psum(product.astype(wire), TENSOR).astype(jnp.float32)
+
+
+Split = ByRows | ByColumns | ByHeads
+
+
+def add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`[T, out]` float32 plus `[out]`."""
+    return product if bias is None else product + bias.astype(jnp.float32)[None]
 
 
 def gather_columns(x: jax.Array, shares: int) -> jax.Array:
@@ -129,25 +180,27 @@ def gather_columns(x: jax.Array, shares: int) -> jax.Array:
 
 
 def fitting_devices(most: int, tiles: Sequence[int], table: Any) -> int:
-    """The most devices, `most` or a half, quarter … of it, over which all `tiles` and the columns of all parameters of
-    `table` (`models.llama.Param`s) cut."""
-    widths = {param.shape[0] // param.fused for param in jax.tree.leaves(table) if param.has_columns}
+    """The most devices, `most` or a half, quarter … of it, over which all `tiles` and all shared parameters of `table`
+    (`models.llama.Param`s) cut."""
+    shared = [param for param in jax.tree.leaves(table) if param.shared_axis is not None]
+    widths = {param.shape[param.shared_axis] // param.fused for param in shared}
     while most > 1 and (any(tile % (2 * most) for tile in tiles) or any(width % most for width in widths)):
         most //= 2
     return most
 
 
 def share_columns(table: Any, params: Any, num_devices: int) -> Any:
-    """Host `params` in the order that shares need: row r of a weight or bias goes to device r // (rows/n). Where several
+    """Host `params` in the order that shares need: equal runs along the shared axis, one per device. Where several
     matrices are fused, a device's share of each stands beside those of the others.
 
     `table` has their `models.llama.Param`s. Raises ValueError for one that does not cut into equal shares.
     """
 
     def share(param: Any, array: np.ndarray) -> np.ndarray:
-        if not param.has_columns or num_devices == 1:
+        axis = param.shared_axis
+        if axis is None or num_devices == 1:
             return array
-        if array.shape[0] % (param.fused * num_devices):
+        if array.shape[axis] % (param.fused * num_devices):
             parts = f"{param.fused} times {num_devices}" if param.fused > 1 else str(num_devices)
             raise ValueError(f"a parameter of shape {array.shape} does not cut into {parts} equal shares")
         if param.fused == 1:

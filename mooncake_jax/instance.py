@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore import Client, Node, NodeConfig
 from kvstore.rpc import Server, Service
-from kvstore.transfer import SharedBuffer, TransferEngine
+from kvstore.transfer import SharedBuffer, Topology, TransferEngine
 from mooncake_jax.decode.answers import AnswerSaver
 from mooncake_jax.decode.config import DecodeConfig
 from mooncake_jax.decode.service import DecodeService
@@ -22,6 +22,7 @@ from mooncake_jax.engine.contract import DecodeEngine, PrefillEngine
 from mooncake_jax.membership import Membership
 from mooncake_jax.messages import DECODE, PREFILL, InstanceInfo, Role
 from mooncake_jax.prefill.config import PrefillConfig
+from mooncake_jax.prefill.fetch_times import FetchTimes
 from mooncake_jax.prefill.job import KVPaths
 from mooncake_jax.prefill.service import PrefillService
 from mooncake_jax.prefill.worker import PrefillWorker
@@ -45,10 +46,14 @@ class InstanceConfig:
     host: str = "127.0.0.1"
     port: int = 0
     dram_nbytes: int = 256 << 20  # the home node's
+    ssd_path: str = ""  # folder of the home node's SSD tier, if it has one
+    ssd_nbytes: int = 0
     heartbeat_seconds: float = 1.0
     ready_seconds: float = 1800.0  # the most that warm-up may take
     transfer_timeout_seconds: float = 10.0
     rate_limit_nbytes_per_second: float | None = None
+    rails: tuple[str, ...] = ()  # addresses of NICs to exchange KV on, instead of `host`
+    topology: Topology | None = None  # which of them are near which memory
 
 
 class _Ports(NamedTuple):
@@ -86,9 +91,19 @@ class EngineInstance:
                 host=config.host,
                 rate_limit_nbytes_per_second=config.rate_limit_nbytes_per_second,
                 timeout_seconds=config.transfer_timeout_seconds,
+                rails=config.rails,
+                topology=config.topology,
             )
             stack.callback(self.transfer.close)
-            node_config = NodeConfig(config.name, config.host_id, config.dram_nbytes, engine.format.nbytes)
+            node_config = NodeConfig(
+                config.name,
+                config.host_id,
+                config.dram_nbytes,
+                engine.format.nbytes,
+                ssd_path=config.ssd_path,
+                ssd_nbytes=config.ssd_nbytes,
+                namespace=engine.fingerprint.hex(),
+            )
             self.home = Node(node_config, self.transfer)
             stack.callback(self.home.close)
             self.client = Client(config.directory_address, engine=self.transfer, home=self.home)
@@ -144,9 +159,11 @@ def start_prefill(config: InstanceConfig, engine: PrefillEngine, role: PrefillCo
     """
 
     def parts(ports: _Ports, stack: ExitStack) -> _Parts:
+        if (slots := ports.home.slots) is not None:
+            engine.attach(slots)
         worker = PrefillWorker(engine, role)
         stack.callback(worker.close)
-        paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer)
+        paths = KVPaths(engine.format, ports.home, ports.client, ports.transfer, FetchTimes())
         service = PrefillService(config.name, ports.transfer.peer.epoch, engine, worker, paths)
         return _Parts("prefill", PREFILL, service, worker.wait_ready, role.max_queue)
 

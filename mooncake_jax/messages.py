@@ -20,6 +20,7 @@ from mooncake_jax.request import (
     Epoch,
     Instance,
     Name,
+    Nbytes,
     Placement,
     PrefillEvent,
     PrefillRequest,
@@ -48,6 +49,14 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     kv_capacity_tokens: Count
 
 
+class Fetched(msgspec.Struct, frozen=True):
+    """A prefix that came from another store node, and how long its bytes took."""
+
+    node: str
+    nbytes: Nbytes
+    seconds: Seconds
+
+
 class InstanceLoad(msgspec.Struct, frozen=True):
     """What an instance says with every heartbeat. The request ids let the Conductor reconcile its bookings."""
 
@@ -59,6 +68,7 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     kv_tokens: Count  # decode: tokens held in the device cache
     tokens_per_second: float  # recent, while busy: prefill computed, decode generated; 0: none yet
     counters: dict[str, float]  # bytes moved by path, compiles after ready, ...: summed into /metrics
+    fetches: list[Fetched] = []  # prefill: since the heartbeat before
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -83,6 +93,7 @@ class RequestEnd(msgspec.Struct, frozen=True):
     seconds: (
         Seconds  # prefill: `PrefillDone.prefill_seconds`, compared with the forecast; else how long it took
     )
+    queue_seconds: Seconds = 0.0  # prefill: `PrefillDone.queue_seconds`
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):
@@ -92,6 +103,51 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     instances: list[InstanceInfo]
     loads: list[InstanceLoad]
     num_bookings: Count
+    metrics: dict[str, float] = {}  # the Conductor's own: how far its forecasts are off, its threshold
+
+
+class ExplainRequest(msgspec.Struct, frozen=True):
+    """Why did this request go where it went?"""
+
+    request_id: Name
+
+
+class ConsideredPrefill(msgspec.Struct, frozen=True):
+    """One prefill instance at the time of a decision."""
+
+    name: str
+    own_blocks: Count  # of the prompt, in its home node or soon there
+    fetches: bool  # it would have fetched the best prefix
+    transfer_seconds: float
+    queue_seconds: float
+    prefill_seconds: float
+    verdict: str  # "chosen", or why not
+
+
+class ConsideredDecode(msgspec.Struct, frozen=True):
+    """One decode instance at the time of a decision."""
+
+    name: str
+    num_requests: Count
+    kv_tokens: Count
+    tbt_seconds: float  # after joining
+    verdict: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """A decision with its reasons."""
+
+    request_id: str
+    outcome: str  # "placed", or why it was refused
+    policy: str
+    balancing_threshold: float
+    num_tokens: Count
+    max_tokens: Count
+    best_blocks: Count
+    holder: str  # of the best prefix
+    retry_after_seconds: float
+    prefill: list[ConsideredPrefill]
+    decode: list[ConsideredDecode]
 
 
 class RoleStatus(msgspec.Struct, frozen=True):
@@ -111,6 +167,7 @@ CONDUCTOR = Service(
         ),  # RefusedError: SLO out of reach (429); UnavailableError: no instance (503)
         "end": Method(RequestEnd, Empty),
         "cluster": Method(Empty, ClusterInfo),
+        "explain": Method(ExplainRequest, Explanation),  # NotFoundError: not among the last decisions
         "status": Method(Empty, RoleStatus),
     },
 )

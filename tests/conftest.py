@@ -9,6 +9,6 @@ if _TESTS not in sys.path:
 
 import jax  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 4)  # some tests compute on several
+jax.config.update("jax_num_cpu_devices", 8)  # some tests compute on several
 
 from e2e.real import compile_cache, engines, oracle  # noqa: E402, F401  fixtures of every test

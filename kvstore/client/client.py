@@ -7,20 +7,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.arguments import all_as_bytes, check_keys
+from kvstore.arguments import all_as_bytes, check_keys, check_namespace
 from kvstore.client.copier import Copier
 from kvstore.client.locator import Locator
 from kvstore.client.peers import Peers
 from kvstore.client.remote_lease import RemoteLease
 from kvstore.client.remote_put import PutResult, put_on
+from kvstore.client.replicas import ChangeResult, Replicas
 from kvstore.directory.replica import DirectoryReplica
 from kvstore.errors import InvalidError, NotFoundError, StoreError
-from kvstore.messages import MAX_BATCH_KEYS, NodeInfo, NodeKeys
+from kvstore.messages import MAX_BATCH_KEYS, NodeInfo, NodeKeys, NodeNamespace
 from kvstore.node.node import Node
 from kvstore.transfer import TransferEngine
 
 _NODE_SECONDS = 2.0  # the most that one node may take to answer
 _MAX_PUT_NODES = 3
+_Place = Callable[[int, int], memoryview]
+_Ranges = Sequence[tuple[int, int]]  # offset in the object, bytes
 
 
 class Client:
@@ -38,7 +41,11 @@ class Client:
         engine: TransferEngine,
         home: Node | None = None,
         timeout_seconds: float = 10.0,
+        namespace: str = "",
     ):
+        """`namespace` is that of what it puts: all of it can be removed together (`drop_namespace`)."""
+        check_namespace(namespace)
+        self._namespace = namespace
         self.replica = DirectoryReplica(directory_address)
         self._engine = engine
         self._home = home
@@ -48,6 +55,9 @@ class Client:
         self._peers = Peers(_NODE_SECONDS)
         self.replica.subscribe(self._peers)
         self._copier = Copier()
+        self.replicas = Replicas(
+            self._locator, self.replica, self._peers, engine, self._lease, timeout_seconds
+        )
         self._counter_lock = threading.Lock()
         self._counters: Counter[str] = Counter()
 
@@ -91,6 +101,27 @@ class Client:
         done = self._fetch(keys, place)
         return [bytes(found[index]) if ok else None for index, ok in enumerate(done)]
 
+    def get_ranges(self, keys: Sequence[bytes], ranges: Sequence[tuple[int, int]]) -> list[bytes | None]:
+        """Of each object the bytes of `ranges`, `(offset, nbytes)` each, one after the other.
+
+        One layer is a range, one shard of the heads a range per layer (`BlockFormat.layer_range`,
+        `.heads_ranges`). Raises InvalidError for malformed arguments and for a range beyond an object.
+        """
+        into = [bytearray(_total(ranges)) for _ in keys]
+        done = self.get_ranges_into(keys, ranges, into)
+        return [bytes(buffer) if ok else None for buffer, ok in zip(into, done, strict=True)]
+
+    def get_ranges_into(
+        self, keys: Sequence[bytes], ranges: Sequence[tuple[int, int]], buffers: Sequence[object]
+    ) -> list[bool]:
+        """`get_ranges` into `buffers`. After a miss a buffer's contents are undefined."""
+        views = all_as_bytes(keys, buffers, writable=True)
+        total = _total(ranges)
+        for index, view in enumerate(views):
+            if len(view) != total:
+                raise InvalidError(f"buffer {index} has {len(view)} bytes, the ranges together {total}")
+        return self._fetch(keys, lambda index, _: views[index], ranges)
+
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[object]) -> list[bool]:
         """`get` into `buffers`, each as large as its object. After a miss a buffer's contents are undefined.
 
@@ -129,6 +160,33 @@ class Client:
                 self._locator.note(key, info.name, present=False)
         return _either(here, elsewhere)
 
+    def drop_namespace(self, namespace: str) -> int:
+        """Remove every object of a namespace from every node that can be reached; how many there were."""
+        check_namespace(namespace)
+
+        def drop(info: NodeInfo, _: list[int]) -> int:
+            return self._peers.stub(info).drop_namespace(NodeNamespace(info.epoch, namespace)).count
+
+        nodes: list[tuple[NodeInfo, list[int]]] = [(info, []) for info in self._locator.nodes()]
+        return sum(count or 0 for _, count in self._peers.each(nodes, drop))
+
+    def change_replica(
+        self, keys: Sequence[bytes], *, num: int | None = None, add: str = "", drop: str = ""
+    ) -> list[ChangeResult]:
+        """Replicas of each key: exactly `num` of them, or one more on node `add`, or none on node `drop`.
+
+        Per item: "done"; "unchanged", it was so already; "missing", nobody has the object; "last", it is the
+        only replica and stays; or what came in the way, as with `put`. Bytes pass through this process, so
+        many objects take their time. Raises InvalidError unless one change is asked for, NotFoundError for an
+        unknown node.
+        """
+        check_keys(keys)
+        if (num is not None) + bool(add) + bool(drop) != 1:
+            raise InvalidError(f"one of num, add and drop: {num=}, {add=}, {drop=}")
+        if num is not None:
+            return self.replicas.set_number(keys, num)
+        return self.replicas.add(keys, add) if add else self.replicas.drop(keys, drop)
+
     def lease(self, keys: Sequence[bytes], node_name: str) -> RemoteLease:
         """Hold objects on another node while they are read, range by range.
 
@@ -153,18 +211,23 @@ class Client:
         self._copier.close()
         self._locator.close()
 
-    def _fetch(self, keys: Sequence[bytes], place: Callable[[int, int], memoryview]) -> list[bool]:
-        """Get each object into `place(index, nbytes)`: from home, else from one holder after the other."""
+    def _fetch(self, keys: Sequence[bytes], place: _Place, ranges: _Ranges | None = None) -> list[bool]:
+        """Get each object, or ranges of it, into `place(index, size of the object)`: from home, else from
+        one holder after the other."""
         deadline = time.monotonic() + self._timeout_seconds
         check_keys(keys)
         done = [False] * len(keys)
-        if self._home is not None:
-            with self._home.lease(keys) as lease:
-                held = [index for index, here in enumerate(lease.held) if here]
-                views = [lease.view(index) for index in held]
-                self._copier.copy([(place(i, len(v)), v) for i, v in zip(held, views, strict=True)])
-                for index in held:
-                    done[index] = True
+        left = list(range(len(keys))) if self._home is not None else []
+        while left and self._home is not None and time.monotonic() < deadline:
+            with self._home.lease([keys[index] for index in left]) as lease:
+                held = [item for item, here in enumerate(lease.held) if here]
+                pairs = [(place(left[i], len(lease.view(i))), lease.view(i)) for i in held]
+                self._copier.copy(
+                    pairs if ranges is None else [piece for pair in pairs for piece in _pieces(*pair, ranges)]
+                )
+                for item in held:
+                    done[left[item]] = True
+                left = [left[item] for item in lease.waiting] if held else []
         self._count(home=sum(done))
         missing = [index for index, ok in enumerate(done) if not ok]
         places = self._locator.holders([keys[index] for index in missing]) if missing else []
@@ -172,7 +235,7 @@ class Client:
         while missing and time.monotonic() < deadline:
             work = self._next_holders(holders)
             for indices, right in self._peers.each(
-                work, lambda n, i: self._read(n, i, keys, place, deadline)
+                work, lambda n, i: self._read(n, i, keys, place, deadline, ranges)
             ):
                 for index, ok in zip(indices, right or [False] * len(indices), strict=True):
                     done[index] = ok
@@ -201,27 +264,30 @@ class Client:
         info: NodeInfo,
         indices: list[int],
         keys: Sequence[bytes],
-        place: Callable[[int, int], memoryview],
+        place: _Place,
         deadline: float,
+        ranges: _Ranges | None,
     ) -> list[bool]:
-        """Lease the items `indices` on one node and read those that are there."""
-        done = [False] * len(indices)
-        with self._lease(
-            info, [keys[i] for i in indices], min(_NODE_SECONDS, deadline - time.monotonic())
-        ) as lease:
-            by_size: dict[int, list[int]] = {}
-            for item, held in enumerate(lease.held):
-                if held:
-                    by_size.setdefault(lease.nbytes(item), []).append(item)
-                else:
-                    self._locator.note(keys[indices[item]], info.name, present=False, firm=False)
-            self._count(stale=lease.held.count(False))
-            for nbytes, items in by_size.items():
-                buffers = [place(indices[item], nbytes) for item in items]
-                right = lease.try_read(items, 0, nbytes, buffers, deadline - time.monotonic())
-                for item, ok in zip(items, right, strict=True):
-                    done[item] = ok
-        return done
+        """Lease the items `indices` on one node and read those that are there; what is on SSD there in as
+        many turns as its DRAM needs."""
+        done = dict.fromkeys(indices, False)
+        while indices:
+            timeout = min(_NODE_SECONDS, deadline - time.monotonic())
+            with self._lease(info, [keys[i] for i in indices], timeout) as lease:
+                by_size: dict[int, list[int]] = {}
+                waiting = set(lease.waiting)
+                for item, held in enumerate(lease.held):
+                    if held:
+                        by_size.setdefault(lease.nbytes(item), []).append(item)
+                    elif item not in waiting:
+                        self._locator.note(keys[indices[item]], info.name, present=False, firm=False)
+                self._count(stale=lease.held.count(False) - len(waiting))
+                for nbytes, items in by_size.items():
+                    buffers = [place(indices[item], nbytes) for item in items]
+                    right = _read_ranges(lease, items, nbytes, buffers, ranges, deadline)
+                    done.update((indices[item], ok) for item, ok in zip(items, right, strict=True))
+            indices = [indices[item] for item in lease.waiting] if by_size else []
+        return list(done.values())
 
     def _lease(self, info: NodeInfo, keys: Sequence[bytes], timeout_seconds: float) -> RemoteLease:
         return RemoteLease(
@@ -250,11 +316,12 @@ class Client:
     def _put_home(
         self, home: Node, keys: list[bytes], views: list[memoryview], part_nbytes: int
     ) -> list[PutResult]:
-        with home.reserve(keys, len(views[0]), part_nbytes) as reservation:
+        with home.reserve(keys, len(views[0]), part_nbytes, namespace=self._namespace) as reservation:
             accepted = [index for index, yes in enumerate(reservation.accepted) if yes]
             pairs = [(reservation.buffer(index), views[index]) for index in accepted]
-            for index, crcs in zip(accepted, self._copier.copy_parts(pairs, part_nbytes), strict=True):
-                reservation.commit(index, crcs)
+            self._copier.copy(pairs)
+            for index in accepted:
+                reservation.commit(index)
             return [reason or "stored" for reason in reservation.reasons]
 
     def _put_elsewhere(
@@ -303,6 +370,7 @@ class Client:
                 stub=self._peers.stub(info),
                 engine=self._engine,
                 deadline=deadline,
+                namespace=self._namespace,
             )
         for key, result in zip(keys, results, strict=True):
             if result in ("stored", "present"):
@@ -340,3 +408,41 @@ def _repeated(result: PutResult, again: bool) -> PutResult:
 
 def _either(one: list[bool], other: list[bool]) -> list[bool]:
     return [a or b for a, b in zip(one, other, strict=True)]
+
+
+def _total(ranges: _Ranges) -> int:
+    """Bytes of the ranges together. Raises InvalidError unless each begins in an object and has some."""
+    for offset, nbytes in ranges:
+        if offset < 0 or nbytes < 1:
+            raise InvalidError(f"a range of {nbytes} bytes at {offset}")
+    if not ranges:
+        raise InvalidError("no ranges")
+    return sum(nbytes for _, nbytes in ranges)
+
+
+def _pieces(to: memoryview, source: memoryview, ranges: _Ranges) -> Iterator[tuple[memoryview, memoryview]]:
+    """The copies that bring `ranges` of an object together. Raises InvalidError for one beyond its end."""
+    at = 0
+    for offset, nbytes in ranges:
+        if offset + nbytes > len(source):
+            raise InvalidError(f"an object has {len(source)} bytes: cannot read {nbytes} at {offset}")
+        yield to[at : at + nbytes], source[offset : offset + nbytes]
+        at += nbytes
+
+
+def _read_ranges(
+    lease: RemoteLease,
+    items: list[int],
+    nbytes: int,
+    buffers: list[memoryview],
+    ranges: _Ranges | None,
+    deadline: float,
+) -> list[bool]:
+    """Read objects of `nbytes` bytes, or ranges of them one after the other; which came whole."""
+    right, at = [True] * len(items), 0
+    for offset, length in [(0, nbytes)] if ranges is None else ranges:
+        parts = [buffer[at : at + length] for buffer in buffers]
+        read = lease.try_read(items, offset, length, parts, deadline - time.monotonic())
+        right = [a and b for a, b in zip(right, read, strict=True)]
+        at += length
+    return right

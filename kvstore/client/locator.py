@@ -76,10 +76,11 @@ class Locator:
         )
 
     def nodes_by_room(self) -> list[NodeInfo]:
-        """All nodes, the one with most free bytes first; equally free ones in any order."""
+        """All nodes that take something, the one with most free bytes first; equally free ones in any order."""
         loads = [
             (load.num_free * load.info.slot_nbytes, random.random(), load.info)
             for load in self._current_loads()
+            if not load.is_draining
         ]
         return [info for _, _, info in sorted(loads, key=lambda load: load[:2], reverse=True)]
 
@@ -117,7 +118,7 @@ class Locator:
             if reply is None:  # go by what the directory last said
                 return {info.name: info for info in self._replica.nodes()}, self._replica.holders(keys)
             infos.update((info.name, info) for info in reply.nodes)
-            names += [[reply.nodes[number].name for number in some] for some in reply.holders]
+            names += [[reply.nodes[replica.node].name for replica in some] for some in reply.holders]
         return infos, names
 
     def _ask(self, call: str, request: Any) -> Any:

@@ -48,6 +48,7 @@ class RemoteLease:
         self._blocks: list[HeldBlock | None] = []
         self._handles: list[int] = []
         self._expires = float("inf")
+        self.waiting: list[int] = []  # there on SSD, and not held: lease them again without the others
         deadline = time.monotonic() + timeout_seconds
         try:
             for start in range(0, len(keys), MAX_BATCH_KEYS):
@@ -56,6 +57,7 @@ class RemoteLease:
                 reply = stub.lease(request, timeout=max(0.001, deadline - asked))
                 self._handles.append(reply.handle)
                 self._blocks += reply.held
+                self.waiting += [start + item for item in reply.waiting]
                 self._expires = min(self._expires, asked + reply.lease_seconds)
         except BaseException:
             self.close()
@@ -65,6 +67,14 @@ class RemoteLease:
     def nbytes(self, index: int) -> int:
         """Size of a leased object."""
         return self._block(index).nbytes
+
+    def part_nbytes(self, index: int) -> int:
+        """Bytes that one crc32 of a leased object covers."""
+        return self._block(index).part_nbytes
+
+    def namespace(self, index: int) -> str:
+        """That of a leased object."""
+        return self._block(index).namespace
 
     def read(
         self,

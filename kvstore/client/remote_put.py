@@ -27,6 +27,7 @@ def put_on(
     stub: Stub,
     engine: TransferEngine,
     deadline: float,
+    namespace: str = "",
 ) -> list[PutResult]:
     """Store objects of one size; at most `MAX_BATCH_KEYS`, until `deadline` (monotonic). "failed": what
     was sent did not arrive whole, or too late.
@@ -34,7 +35,7 @@ def put_on(
     Raises what the reserve call raises.
     """
     asked = time.monotonic()
-    request = NodeReserve(info.epoch, list(keys), len(buffers[0]), part_nbytes)
+    request = NodeReserve(info.epoch, list(keys), len(buffers[0]), part_nbytes, namespace)
     reply = stub.reserve(request, timeout=max(0.001, min(_RESERVE_SECONDS, deadline - asked)))
     results: list[PutResult] = [item.refusal or "failed" for item in reply.items]
     accepted = [index for index, item in enumerate(reply.items) if not item.refusal]

@@ -12,7 +12,9 @@ _MAX_BATCH_EVENTS = 512
 
 
 def _weight(event: WatchEvent) -> int:
-    return 1 + (len(event.added) + len(event.removed) if isinstance(event, KeysChanged) else 0)
+    if not isinstance(event, KeysChanged):
+        return 1
+    return 1 + len(event.added) + len(event.on_ssd) + len(event.removed)
 
 
 def split(events: Iterable[WatchEvent]) -> Iterator[list[WatchEvent]]:

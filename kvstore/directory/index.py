@@ -5,10 +5,15 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from kvstore.messages import Tier
+
+Key = TypeVar("Key", bound=Hashable)
 
 
-class PrefixIndex:
+class PrefixIndex(Generic[Key]):
     """Who holds which key. Not thread-safe.
 
     Keys are chained (a key names its block and everything before it), so only leading runs count: a node that
@@ -16,10 +21,11 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._masks: dict[bytes, int] = {}
+        self._masks: dict[Key, int] = {}
         self._bits: dict[str, int] = {}
         self._names: list[str] = []  # by bit; "" where it is free
-        self._held: dict[str, set[bytes]] = {}
+        self._held: dict[str, set[Key]] = {}
+        self._on_ssd: dict[str, set[Key]] = {}  # of those, what is not in DRAM
 
     def __len__(self) -> int:
         """Number of distinct keys."""
@@ -40,23 +46,29 @@ class PrefixIndex:
                 bit = len(self._names)
                 self._names.append(node)
             self._bits[node] = bit
-            self._held[node] = set()
+            self._held[node], self._on_ssd[node] = set(), set()
         return bit
 
-    def add(self, node: str, keys: Iterable[bytes]) -> None:
-        """`node` holds `keys`."""
+    def add(self, node: str, keys: Iterable[Key], tier: Tier = "dram") -> None:
+        """`node` holds `keys`, there and nowhere else."""
         mask = 1 << self.bit(node)
-        masks, held = self._masks, self._held[node]
+        masks, held, on_ssd = self._masks, self._held[node], self._on_ssd[node]
         for key in keys:
             masks[key] = masks.get(key, 0) | mask
             held.add(key)
+            if tier == "ssd":
+                on_ssd.add(key)
+            elif on_ssd:
+                on_ssd.discard(key)
 
-    def remove(self, node: str, keys: Iterable[bytes]) -> None:
+    def remove(self, node: str, keys: Iterable[Key]) -> None:
         """`node` no longer holds `keys`; those it never held are no error."""
         if node not in self._bits:
             return
         held = self._held[node]
-        self._clear(self._bits[node], held.intersection(keys), held)
+        gone = held.intersection(keys)
+        self._on_ssd[node] -= gone
+        self._clear(self._bits[node], gone, held)
 
     def forget(self, node: str) -> None:
         """`node` is gone, with all it held."""
@@ -65,24 +77,32 @@ class PrefixIndex:
             return
         self._names[bit] = ""
         held = self._held.pop(node)
+        del self._on_ssd[node]
         self._clear(bit, tuple(held), held)
 
-    def keys(self, node: str) -> set[bytes]:
-        """What `node` holds (a copy)."""
-        return set(self._held.get(node, ()))
+    def keys(self, node: str, tier: Tier | None = None) -> set[Key]:
+        """What `node` holds (a copy), in all tiers or in one."""
+        if tier == "ssd":
+            return set(self._on_ssd.get(node, ()))
+        held = set(self._held.get(node, ()))
+        return held if tier is None else held - self._on_ssd.get(node, set())
 
-    def holds(self, node: str, key: bytes) -> bool:
+    def holds(self, node: str, key: Key) -> bool:
         """Whether `node` holds `key`."""
         return key in self._held.get(node, ())
 
     def num_keys(self, node: str) -> int:
         return len(self._held.get(node, ()))
 
-    def holders(self, key: bytes) -> list[str]:
+    def holders(self, key: Key) -> list[str]:
         """The nodes that hold `key`."""
         return self._nodes_of(self._masks.get(key, 0))
 
-    def runs(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+    def replicas(self, key: Key) -> dict[str, Tier]:
+        """The nodes that hold `key`, and where."""
+        return {node: "ssd" if key in self._on_ssd[node] else "dram" for node in self.holders(key)}
+
+    def runs(self, keys: Sequence[Key]) -> list[tuple[int, int]]:
         """`(length, mask)`: the nodes with these bits hold exactly the first `length` keys; shortest first.
 
         Walks the chain once, for all nodes at a time, no further than the longest run.
@@ -103,9 +123,18 @@ class PrefixIndex:
             runs.append((length, alive))
         return runs
 
-    def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def lengths(self, keys: Sequence[Key]) -> dict[str, int]:
         """The length of the leading run of every node that holds `keys[0]`; shortest first."""
         return {node: length for length, mask in self.runs(keys) for node in self._nodes_of(mask)}
+
+    def num_on_ssd(self, keys: Sequence[Key], lengths: Mapping[str, int]) -> dict[str, int]:
+        """Per node: how many of its first `lengths[node]` keys it has on SSD only; nodes without any are left out."""
+        counts = {}
+        for node, length in lengths.items():
+            on_ssd = self._on_ssd.get(node)
+            if on_ssd and (count := sum(key in on_ssd for key in keys[:length])):
+                counts[node] = count
+        return counts
 
     def _nodes_of(self, mask: int) -> list[str]:
         names, nodes = self._names, []
@@ -116,7 +145,7 @@ class PrefixIndex:
         nodes.reverse()
         return nodes
 
-    def _clear(self, bit: int, keys: Iterable[bytes], held: set[bytes]) -> None:
+    def _clear(self, bit: int, keys: Iterable[Key], held: set[Key]) -> None:
         masks, others = self._masks, ~(1 << bit)
         for key in keys:
             held.discard(key)

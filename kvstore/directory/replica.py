@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstore.directory.replica_state import ReplicaState
 from kvstore.errors import StoreError
-from kvstore.messages import DIRECTORY, WATCH_BEAT_SECONDS, Forgotten, Joined, NodeInfo, WatchEvent
+from kvstore.messages import DIRECTORY, WATCH_BEAT_SECONDS, Forgotten, Joined, NodeInfo, Tier, WatchEvent
 from kvstore.rpc import Stub
 
 _SILENT_SECONDS = 3 * WATCH_BEAT_SECONDS
@@ -25,7 +25,9 @@ class ReplicaListener(Protocol):
         """A node is there; it holds nothing yet."""
         ...
 
-    def on_added(self, node: str, keys: Sequence[bytes]) -> None: ...
+    def on_added(self, node: str, keys: Sequence[bytes]) -> None:
+        """`node` holds `keys`; it may be known to do so, when they have changed between DRAM and SSD."""
+        ...
 
     def on_removed(self, node: str, keys: Sequence[bytes]) -> None:
         """`node` no longer holds `keys`, some of which it may never have been known to hold."""
@@ -80,10 +82,25 @@ class DirectoryReplica:
         with self._lock:
             return [self._state.index.holders(key) for key in keys]
 
+    def replicas(self, keys: Sequence[bytes]) -> list[dict[str, Tier]]:
+        """The names of the nodes that hold each key, and where they have it."""
+        with self._lock:
+            return [self._state.index.replicas(key) for key in keys]
+
+    def keys(self, node: str) -> set[bytes]:
+        """Everything that a node holds."""
+        with self._lock:
+            return self._state.index.keys(node)
+
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
         """See `PrefixIndex.lengths`."""
         with self._lock:
             return self._state.index.lengths(keys)
+
+    def num_on_ssd(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> dict[str, int]:
+        """See `PrefixIndex.num_on_ssd`."""
+        with self._lock:
+            return self._state.index.num_on_ssd(keys, lengths)
 
     def subscribe(self, listener: ReplicaListener) -> None:
         """`listener` hears the present state at once (on this thread), then every change."""
@@ -153,3 +170,5 @@ def _tell_one(listener: ReplicaListener, event: WatchEvent) -> None:
             listener.on_removed(event.name, event.removed)
         if event.added:
             listener.on_added(event.name, event.added)
+        if event.on_ssd:
+            listener.on_added(event.name, event.on_ssd)

@@ -55,7 +55,8 @@ class ReplicaState:
         """Events that rebuild this state."""
         events: list[WatchEvent] = []
         for name, info in self.nodes.items():
-            events += [Joined(info), KeysChanged(name, list(self.index.keys(name)), [])]
+            in_dram, on_ssd = self.index.keys(name, "dram"), self.index.keys(name, "ssd")
+            events += [Joined(info), KeysChanged(name, list(in_dram), [], list(on_ssd))]
         return events
 
     def _apply(self, event: WatchEvent) -> None:
@@ -68,20 +69,26 @@ class ReplicaState:
         elif event.name in self.nodes:
             self.index.remove(event.name, event.removed)
             self.index.add(event.name, event.added)
+            self.index.add(event.name, event.on_ssd, "ssd")
 
     def _differences(self, snapshot: list[WatchEvent]) -> list[WatchEvent]:
         nodes = {event.info.name: event.info for event in snapshot if isinstance(event, Joined)}
-        keys: dict[str, set[bytes]] = {name: set() for name in nodes}
+        in_dram: dict[str, set[bytes]] = {name: set() for name in nodes}
+        on_ssd: dict[str, set[bytes]] = {name: set() for name in nodes}
         for event in snapshot:
             if isinstance(event, KeysChanged):
-                keys[event.name].update(event.added)
+                in_dram[event.name].update(event.added)
+                on_ssd[event.name].update(event.on_ssd)
         events: list[WatchEvent] = []
         events += [Forgotten(name) for name, info in self.nodes.items() if nodes.get(name) != info]
         for name, info in nodes.items():
             same = self.nodes.get(name) == info
-            before = self.index.keys(name) if same else set()
+            dram_before = self.index.keys(name, "dram") if same else set()
+            ssd_before = self.index.keys(name, "ssd") if same else set()
             if not same:
                 events.append(Joined(info))
-            if keys[name] != before:
-                events.append(KeysChanged(name, list(keys[name] - before), list(before - keys[name])))
+            added, spilled = in_dram[name] - dram_before, on_ssd[name] - ssd_before
+            removed = (dram_before | ssd_before) - in_dram[name] - on_ssd[name]
+            if added or spilled or removed:
+                events.append(KeysChanged(name, list(added), list(removed), list(spilled)))
         return events

@@ -24,6 +24,7 @@ from kvstore.messages import (
     NodeId,
     NodeInfo,
     NodeLoad,
+    Replica,
     WatchEvent,
 )
 
@@ -38,6 +39,7 @@ class _Member:
     heard: float
     sequence: int
     num_free: int
+    is_draining: bool = False
 
 
 class DirectoryState:
@@ -85,34 +87,35 @@ class DirectoryState:
         member = self._member(beat.name, beat.epoch)
         if member is None:
             return False
-        member.heard, member.num_free = now, beat.num_free
+        member.heard, member.num_free, member.is_draining = now, beat.num_free, beat.is_draining
         return True
 
     def announce(self, news: Announce, now: float) -> bool:
         """False if that life is not known, or an announcement is missing: the node must register again.
 
-        Raises InvalidError when a node claims more keys than it has slots.
+        Raises InvalidError when a node claims more keys than it has slots, or a key twice.
         """
         member = self._member(news.name, news.epoch)
         if member is None:
             return False
-        member.heard, member.num_free = now, news.num_free
+        member.heard, member.num_free, member.is_draining = now, news.num_free, news.is_draining
         if news.sequence == member.sequence:
             return True
         if news.sequence != member.sequence + 1:
             return False
-        if len(set(news.added).intersection(news.removed)):
-            raise InvalidError(f"node {news.name!r}: a key is announced as both added and removed")
+        present = {*news.added, *news.on_ssd}
+        if len(present) < len(news.added) + len(news.on_ssd) or present.intersection(news.removed):
+            raise InvalidError(f"node {news.name!r}: a key is announced twice, such as added and removed")
         gone = {key for key in news.removed if self._index.holds(news.name, key)}
-        new = {key for key in news.added if not self._index.holds(news.name, key)}
-        if self._index.num_keys(news.name) - len(gone) + len(new) > member.info.num_slots:
-            raise InvalidError(
-                f"node {news.name!r} announces more keys than its {member.info.num_slots} slots"
-            )
+        new = {key for key in present if not self._index.holds(news.name, key)}
+        num_slots = member.info.num_slots + member.info.num_ssd_slots
+        if self._index.num_keys(news.name) - len(gone) + len(new) > num_slots:
+            raise InvalidError(f"node {news.name!r} announces more keys than its {num_slots} slots")
         member.sequence = news.sequence
         self._index.remove(news.name, news.removed)
         self._index.add(news.name, news.added)
-        self.log.append(KeysChanged(news.name, news.added, news.removed))
+        self._index.add(news.name, news.on_ssd, "ssd")
+        self.log.append(KeysChanged(news.name, news.added, news.removed, news.on_ssd))
         return True
 
     def leave(self, node: NodeId) -> None:
@@ -129,19 +132,19 @@ class DirectoryState:
 
     def lookup(self, keys: Sequence[bytes]) -> LookupReply:
         """Who holds each of `keys`."""
-        names = [self._index.holders(key) for key in keys]
+        found = [self._index.replicas(key) for key in keys]
         numbers = {
-            name: number for number, name in enumerate(sorted({name for some in names for name in some}))
+            name: number for number, name in enumerate(sorted({name for some in found for name in some}))
         }
         return LookupReply(
             nodes=[self._members[name].info for name in numbers],
-            holders=[[numbers[name] for name in some] for some in names],
+            holders=[[Replica(numbers[name], tier) for name, tier in some.items()] for some in found],
         )
 
     def nodes(self) -> list[NodeLoad]:
         """Every node with what it last said."""
         return [
-            NodeLoad(member.info, member.num_free, self._index.num_keys(name))
+            NodeLoad(member.info, member.num_free, self._index.num_keys(name), member.is_draining)
             for name, member in self._members.items()
         ]
 
@@ -150,7 +153,9 @@ class DirectoryState:
         events: list[WatchEvent] = []
         for name, member in self._members.items():
             events.append(Joined(member.info))
-            events.extend(KeysChanged(name, keys, []) for keys in _chunks(self._index.keys(name)))
+            in_dram, on_ssd = self._index.keys(name, "dram"), self._index.keys(name, "ssd")
+            events.extend(KeysChanged(name, keys, []) for keys in _chunks(in_dram))
+            events.extend(KeysChanged(name, [], [], keys) for keys in _chunks(on_ssd))
         return events
 
     def _member(self, name: str, epoch: int) -> _Member | None:

@@ -92,7 +92,7 @@ class Announcer:
         if self._registered and time.monotonic() >= self._next_beat:
             self._heard(
                 self._stub.heartbeat(
-                    NodeBeat(self._info.name, self._info.epoch, self._store.num_free())
+                    NodeBeat(self._info.name, self._info.epoch, self._store.num_free(), self._store.draining)
                 ).known
             )
 
@@ -107,15 +107,24 @@ class Announcer:
         if self._untold is None:
             with self._told:
                 asked = self._asked
-            added, removed = self._store.take_changes(MAX_BATCH_KEYS)
-            if not added and not removed:
+            news = self._store.take_changes(MAX_BATCH_KEYS)
+            if not any(news):
                 with self._told:
                     self._answered = asked
                     self._told.notify_all()
                 return False
             self._sequence += 1
             free = self._store.num_free()
-            self._untold = Announce(self._info.name, self._info.epoch, self._sequence, added, removed, free)
+            self._untold = Announce(
+                self._info.name,
+                self._info.epoch,
+                self._sequence,
+                news.added,
+                news.removed,
+                free,
+                news.on_ssd,
+                self._store.draining,
+            )
         self._heard(self._stub.announce(self._untold).known)
         self._untold = None
         return True

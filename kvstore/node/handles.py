@@ -77,7 +77,8 @@ class Reservation(_Handle):
     def commit(self, index: int, crcs: Sequence[int] | None = None) -> None:
         """Make the object visible.
 
-        `crcs`: crc32 per part, taken on trust; computed here when None (about 7 GB/s).
+        `crcs`: crc32 per part, taken on trust; when None they are computed in the background, or as soon as
+        somebody asks for them: a client elsewhere, the SSD tier, `Lease.crcs`.
 
         Raises InvalidError for a refused item, a wrong number of crcs or while a peer is writing into it,
         StaleError for one that is committed already.
@@ -95,9 +96,17 @@ class Lease(_Handle):
     After `close` they may be evicted: views must not be used any more, the slots may be rewritten.
     """
 
-    def __init__(self, store: SlotStore, segment: Segment, handle: int, blocks: list[Block | None]):
+    def __init__(
+        self,
+        store: SlotStore,
+        segment: Segment,
+        handle: int,
+        blocks: list[Block | None],
+        waiting: list[int],
+    ):
         super().__init__(store, segment, handle, blocks, store.release)
         self.held: list[bool] = [block is not None for block in blocks]
+        self.waiting = waiting  # items on SSD for which there was no slot: lease them when these are closed
 
     def view(self, index: int) -> memoryview:
         """The object's bytes in the slot, `[nbytes]`, read-only, without a copy."""
@@ -105,7 +114,7 @@ class Lease(_Handle):
 
     def crcs(self, index: int) -> tuple[int, ...]:
         """crc32 of each part."""
-        return self._block(index).crcs
+        return self._store.crcs(self._block(index))
 
     def _absence(self, index: int) -> str:
         return f"item {index} of the lease is not held here"

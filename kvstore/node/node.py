@@ -1,4 +1,4 @@
-"""A store node: DRAM slots in shared memory, in every engine process or alone (paper §3: Mooncake Store)."""
+"""A store node: DRAM slots in shared memory, and SSD below, in every engine process or alone (paper §3)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from kvstore.arguments import check_keys
+import numpy as np
+
+from kvstore.arguments import check_keys, check_namespace
 from kvstore.errors import InvalidError
 from kvstore.messages import NODE, NodeInfo
 from kvstore.node.announcer import Announcer
+from kvstore.node.checksummer import Checksummer
 from kvstore.node.handles import Lease, Reservation
 from kvstore.node.service import NodeService
+from kvstore.node.spiller import Spiller
+from kvstore.node.ssd import SsdTier, num_ssd_slots
 from kvstore.node.store import SlotLayout, SlotStore
+from kvstore.node.tiered import TieredStore
 from kvstore.rpc import Service
 from kvstore.transfer import TransferEngine, TransferError
 from kvstore.transfer.transport.shm import SharedBuffer
@@ -27,7 +34,9 @@ log = logging.getLogger(__name__)
 class NodeConfig:
     """`dram_nbytes` is for the slots; one object of up to `slot_nbytes` takes one slot.
 
-    `lease_seconds` is how long a client elsewhere may read or write before it must be done.
+    `lease_seconds` is how long a client elsewhere may read or write before it must be done. With `ssd_path`,
+    a folder of this node's own, there is an SSD tier, which never takes more than `ssd_nbytes` of disk.
+    `namespace` is that of objects put in this process, unless the put says another.
     """
 
     name: str
@@ -35,19 +44,27 @@ class NodeConfig:
     dram_nbytes: int
     slot_nbytes: int
     lease_seconds: float = 10.0
+    ssd_path: str = ""
+    ssd_nbytes: int = 0
+    namespace: str = ""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", self.name):
             raise InvalidError(
                 f"node name {self.name!r}: expected 1 to 80 letters, digits, dots, dashes, underscores"
             )
+        check_namespace(self.namespace)
         if not 0 < self.lease_seconds <= 3600:
             raise InvalidError(f"lease_seconds must be above 0 and at most 3600, got {self.lease_seconds}")
         SlotLayout.fitting(self.dram_nbytes, self.slot_nbytes)
+        if bool(self.ssd_path) != bool(self.ssd_nbytes):
+            raise InvalidError(f"give both or none: {self.ssd_path=}, {self.ssd_nbytes=}")
+        if self.ssd_path:
+            num_ssd_slots(self.ssd_nbytes, self.slot_nbytes)
 
 
 class Node:
-    """Owns one shared buffer of slots, registered on `engine`.
+    """Owns one shared buffer of slots, registered on `engine`, and the SSD tier below it.
 
     The verbs here are the Node service's, in process.
 
@@ -55,13 +72,30 @@ class Node:
     """
 
     def __init__(self, config: NodeConfig, engine: TransferEngine):
+        """Raises OSError without the memory, InvalidError when another node uses the SSD folder.
+
+        A disk that cannot be used is logged, and the node goes without.
+        """
         self.config = config
         self.epoch = secrets.randbits(62)
         self._engine = engine
         layout = SlotLayout.fitting(config.dram_nbytes, config.slot_nbytes)
-        self._buffer = SharedBuffer(f"{config.name}-slots", layout.nbytes)
+        self._ssd = _open_ssd(config)
+        try:
+            self._buffer = SharedBuffer(f"{config.name}-slots", layout.nbytes)
+        except BaseException:
+            if self._ssd is not None:
+                self._ssd.close()
+            raise
         self._segment_name = f"slots/{config.name}/{self.epoch:x}"
-        self._store = SlotStore(self._buffer.array, layout)
+        self._store: SlotStore
+        self._spiller: Spiller | None = None
+        if self._ssd is None:
+            self._store = SlotStore(self._buffer.array, layout)
+        else:
+            self._store = tiered = TieredStore(self._buffer.array, layout, self._ssd)
+            self._spiller = Spiller(tiered, self._ssd, config.name)
+        self._checksummer = Checksummer(self._store, config.name)
         self.segment = engine.register_local_memory(
             self._buffer.array, name=self._segment_name, shm_path=self._buffer.path, guard=self._store
         )
@@ -71,6 +105,14 @@ class Node:
     @property
     def name(self) -> str:
         return self.config.name
+
+    @property
+    def slots(self) -> np.ndarray | None:
+        """The memory of all slots, uint8 `[slots, slot_nbytes]`; None where slots are padded. To read what is leased."""
+        layout = self._store.layout
+        if layout.stride != layout.slot_nbytes:
+            return None
+        return self._buffer.array[layout.header_nbytes :].reshape(layout.num_slots, layout.slot_nbytes)
 
     def handlers(self) -> list[tuple[Service, object]]:
         """For `rpc.Server`."""
@@ -92,6 +134,7 @@ class Node:
             segment=self.segment,
             num_slots=layout.num_slots,
             slot_nbytes=layout.slot_nbytes,
+            num_ssd_slots=0 if self._ssd is None else self._ssd.num_slots,
         )
         self._announcer = Announcer(directory_address, info, self._store)
 
@@ -99,7 +142,13 @@ class Node:
         """Wait until the directory has heard of all so far; False if it has not in time, or never joined."""
         return self._announcer is not None and self._announcer.flush(timeout_seconds)
 
-    def reserve(self, keys: Sequence[bytes], nbytes: int, part_nbytes: int) -> Reservation:
+    def spill(self, timeout_seconds: float) -> bool:
+        """Write what is in DRAM only to SSD now; False if not all of it is there in time."""
+        return self._spiller is not None and self._spiller.flush(timeout_seconds)
+
+    def reserve(
+        self, keys: Sequence[bytes], nbytes: int, part_nbytes: int, *, namespace: str = ""
+    ) -> Reservation:
         """Slots for objects of `nbytes` bytes with a crc32 per `part_nbytes`.
 
         Least recently used objects give way, leased and reserved slots never. Per item: accepted, or a reason:
@@ -107,13 +156,18 @@ class Node:
         InvalidError for bad keys or sizes.
         """
         check_keys(keys)
-        handle, outcome = self._store.reserve(keys, nbytes, part_nbytes, None)
+        namespace = namespace or self.config.namespace
+        handle, outcome = self._store.reserve(keys, nbytes, part_nbytes, None, namespace=namespace)
         return Reservation(self._store, self.segment, handle, outcome)
 
     def lease(self, keys: Sequence[bytes]) -> Lease:
-        """The objects of `keys` that are here, not evicted until the lease is closed."""
+        """The objects of `keys` that are here, not evicted until the lease is closed.
+
+        Those on SSD are read into DRAM first, which takes its time.
+        """
         check_keys(keys)
-        return Lease(self._store, self.segment, *self._store.lease(keys, None))
+        handle, blocks = self._store.lease(keys, None)
+        return Lease(self._store, self.segment, handle, blocks, self._store.waiting(keys, blocks))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is here and whole. Asking neither pins it nor counts as a use."""
@@ -124,7 +178,8 @@ class Node:
         return self._store.remove(keys)
 
     def stats(self) -> dict[str, int]:
-        """Slots by state (free, reserved, draining, committed, removed), leases, evicted and corrupt blocks."""
+        """Slots by state (free, reserved, draining, committed, removed), leases, hits, evicted and corrupt
+        blocks; the same of the SSD tier."""
         return self._store.stats()
 
     def validate(self) -> None:
@@ -138,9 +193,24 @@ class Node:
         self._closed = True
         if self._announcer is not None:
             self._announcer.close()
+        if self._spiller is not None:
+            self._spiller.close()
+        self._checksummer.close()
         self._store.close()
+        if self._ssd is not None:
+            self._ssd.close()
         try:
             self._engine.unregister(self._segment_name, wait_seconds=_UNREGISTER_SECONDS)
         except TransferError as error:
             log.warning("node %s closes while its memory is being read: %s", self.name, error)
         self._buffer.close()
+
+
+def _open_ssd(config: NodeConfig) -> SsdTier | None:
+    if not config.ssd_path:
+        return None
+    try:
+        return SsdTier(Path(config.ssd_path), config.ssd_nbytes, config.slot_nbytes)
+    except OSError as error:
+        log.error("node %s goes without its SSD tier: %s: %s", config.name, config.ssd_path, error)
+        return None

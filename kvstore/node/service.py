@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvstore import messages as m
 from kvstore.errors import InvalidError, StaleError
 from kvstore.node.slots import Block
@@ -20,7 +22,11 @@ class NodeService:
     def reserve(self, request: m.NodeReserve) -> m.ReserveReply:
         self._check_epoch(request.epoch)
         handle, outcome = self._store.reserve(
-            request.keys, request.nbytes, request.part_nbytes, self._lease_seconds
+            request.keys,
+            request.nbytes,
+            request.part_nbytes,
+            self._lease_seconds,
+            namespace=request.namespace,
         )
         items = [
             m.Reserved(refusal, 0 if block is None else self._store.layout.offset(block.slot))
@@ -46,7 +52,8 @@ class NodeService:
     def lease(self, request: m.NodeKeys) -> m.LeaseReply:
         self._check_epoch(request.epoch)
         handle, blocks = self._store.lease(request.keys, self._lease_seconds)
-        return m.LeaseReply(handle, self._lease_seconds, [self._held(block) for block in blocks])
+        held = [self._held(block) for block in blocks]
+        return m.LeaseReply(handle, self._lease_seconds, held, self._store.waiting(request.keys, blocks))
 
     def release(self, request: m.HandleRequest) -> Empty:
         self._check_epoch(request.epoch)
@@ -65,8 +72,17 @@ class NodeService:
         self._check_epoch(request.epoch)
         return m.Flags(self._store.check(request.keys))
 
+    def drain(self, request: m.NodeDrain) -> Empty:
+        self._check_epoch(request.epoch)
+        self._store.draining = request.draining
+        return Empty()
+
+    def drop_namespace(self, request: m.NodeNamespace) -> m.Counted:
+        self._check_epoch(request.epoch)
+        return m.Counted(self._store.drop_namespace(request.namespace))
+
     def stats(self, request: Empty) -> m.NodeStats:
-        return m.NodeStats(self._store.stats())
+        return m.NodeStats(self._store.stats(), dict(Counter(self._store.namespaces().values())))
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -83,5 +99,6 @@ class NodeService:
             generation=block.generation,
             nbytes=block.nbytes,
             part_nbytes=block.part_nbytes,
-            crcs=list(block.crcs),
+            crcs=list(self._store.crcs(block)),
+            namespace=block.namespace,
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -36,7 +36,8 @@ class Block:
     generation: int
     nbytes: int
     part_nbytes: int
-    crcs: tuple[int, ...] = ()
+    namespace: str = ""
+    crcs: tuple[int, ...] | None = None  # None: not computed yet
     stamp: Stamp = _NEVER_USED
     num_writes: int = 0  # arriving from elsewhere
     sealed: bool = False  # about to be committed: no further write comes in
@@ -85,26 +86,37 @@ class SlotPool:
         self._uses = 0
 
     def reserve(
-        self, handle: int, keys: Sequence[bytes], nbytes: int, part_nbytes: int, expires: float = math.inf
+        self,
+        handle: int,
+        keys: Sequence[bytes],
+        nbytes: int,
+        part_nbytes: int,
+        expires: float = math.inf,
+        *,
+        namespace: str = "",
+        elsewhere: Container[bytes] = (),
+        is_full: bool = False,
     ) -> ReserveOutcome:
         """Take a slot for each key that is neither here nor under write, evicting the least recently used.
 
-        A key that is here counts as used. No key of this very call is evicted for a later one.
+        A key that is here counts as used, one that is held `elsewhere` as present too. No key of this very
+        call is evicted for a later one. With `is_full` there is a slot for none.
         """
         self._uses += 1
         outcome = ReserveOutcome([], [], [])
         writing = _Writing({}, expires)
         for index, key in enumerate(keys):
-            block, refusal = None, self._refusal(key, nbytes)
+            block, refusal = None, self._refusal(key, nbytes, elsewhere)
             if refusal == "present":
-                self._touch(self._committed[key], Stamp(self._uses, -index))
+                if key in self._committed:
+                    self._touch(self._committed[key], Stamp(self._uses, -index))
             elif not refusal:
-                slot = self._take_slot(outcome.evicted)
+                slot = None if is_full else self._take_slot(outcome.evicted)
                 if slot is None:
                     refusal = "no_room"
                 else:
                     generation = self._next_generation(slot, odd=True)
-                    block = Block(key, handle, slot, generation, nbytes, part_nbytes)
+                    block = Block(key, handle, slot, generation, nbytes, part_nbytes, namespace)
                     writing.blocks[index] = self._written[key] = self._written_slots[slot] = block
             outcome.blocks.append(block)
             outcome.refusals.append(refusal)
@@ -156,7 +168,7 @@ class SlotPool:
                 self._free.append(block.slot)
 
     def seal(self, block: Block) -> None:
-        """From now on no write into this block begins: its crcs can be computed, then comes `commit`.
+        """From now on no write into this block begins: its bytes can be verified, then comes `commit`.
 
         Raises InvalidError while a write is arriving, StaleError if it is sealed already.
         """
@@ -168,7 +180,7 @@ class SlotPool:
             )
         block.sealed = True
 
-    def commit(self, handle: int, index: int, crcs: tuple[int, ...]) -> Block:
+    def commit(self, handle: int, index: int, crcs: tuple[int, ...] | None) -> Block:
         """The block is written, and sealed: visible from now on, and just used.
 
         Raises StaleError as `pending` does.
@@ -205,14 +217,19 @@ class SlotPool:
             del self._writings[handle]
         self._drop_writing(block)
 
-    def lease(self, handle: int, keys: Sequence[bytes], expires: float = math.inf) -> list[Block | None]:
-        """The blocks that are here (None for others), just used, and not evicted until the lease ends."""
-        self._uses += 1
+    def lease(
+        self, handle: int, keys: Sequence[bytes], expires: float = math.inf, *, is_use: bool = True
+    ) -> list[Block | None]:
+        """The blocks that are here (None for others), not evicted until the lease ends, and just used.
+
+        Without `is_use` they keep their places in the LRU order.
+        """
+        self._uses += is_use
         held = [self._committed.get(key) for key in keys]
         for index, block in enumerate(held):
             if block is not None:
                 block.num_leases += 1
-                self._touch(block, Stamp(self._uses, -index))
+                self._touch(block, Stamp(self._uses, -index) if is_use else block.stamp)
         leased = [block for block in held if block is not None]
         if leased:
             self._leases[handle] = leased
@@ -234,6 +251,10 @@ class SlotPool:
             else:
                 self._order.put(block.key, block.stamp)
         return True
+
+    def find(self, key: bytes) -> Block | None:
+        """The committed block of a key; not a use."""
+        return self._committed.get(key)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is here and whole. Not a use: asking neither pins nor refreshes."""
@@ -264,9 +285,21 @@ class SlotPool:
             else:
                 self.release(which)
 
+    def is_unchanged(self, block: Block) -> bool:
+        """Whether the slot still has the bytes of this committed block, though it may be evicted."""
+        return self._generations[block.slot] == block.generation
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def keys(self) -> list[bytes]:
         """Every visible key."""
         return list(self._committed)
+
+    def namespaces(self) -> dict[bytes, str]:
+        """The namespace of every visible key."""
+        return {key: block.namespace for key, block in self._committed.items()}
 
     def stats(self) -> dict[str, int]:
         """Slots by state (free, reserved, draining, committed, removed; `slots` in all), leases, evictions."""
@@ -325,10 +358,10 @@ class SlotPool:
         if failed:
             raise AssertionError(f"slot pool: not true: {'; '.join(failed)}")
 
-    def _refusal(self, key: bytes, nbytes: int) -> Refusal:
+    def _refusal(self, key: bytes, nbytes: int, elsewhere: Container[bytes]) -> Refusal:
         if nbytes > self.slot_nbytes:
             return "too_large"
-        if key in self._committed:
+        if key in self._committed or key in elsewhere:
             return "present"
         return "writing" if key in self._written else ""
 

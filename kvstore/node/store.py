@@ -5,15 +5,17 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore.errors import InvalidError, StoreError, UnavailableError
 from kvstore.messages import MAX_PARTS
-from kvstore.node.changes import Changes
+from kvstore.node.changes import Changes, News
 from kvstore.node.slots import Block, ReserveOutcome, SlotPool
 from kvstore.parts import num_parts, part_crcs
 from kvstore.transfer import TransferError
@@ -73,7 +75,7 @@ class SlotStore:
     """What in-process handles and the Node service both call; and the `WriteGuard` of its memory.
 
     Thread-safe; crcs are computed outside the lock. Every method but `admit` raises UnavailableError after
-    `close`.
+    `close`. What it loses and gains goes through `_evicted` and `_committed`, where a tier below hooks in.
     """
 
     def __init__(
@@ -81,24 +83,40 @@ class SlotStore:
         memory: np.ndarray,
         layout: SlotLayout,
         *,
+        num_below: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """`num_below`: how many objects a tier below may hold, to bound what is recorded of changes."""
         self.layout = layout
         self.changed = threading.Event()  # set when there is something to announce
+        self.unchecked: SimpleQueue[Block | None] = SimpleQueue()  # committed without crcs; None: the end
+        self.draining = False  # nothing new is taken; what is here can be read
         self._bytes = memory.data
         self._generations = memory[: layout.num_slots * GENERATION_NBYTES].view("<u8")
         self._generations[:] = 0
         self._pool = SlotPool(self._generations, layout.slot_nbytes)
-        self._changes = Changes(limit=4 * layout.num_slots + 1024)
+        self._changes = Changes(limit=4 * (layout.num_slots + num_below) + 1024)
         self._clock = clock
         self._lock = threading.Lock()
         self.closed = False
-        self._num_corrupt = 0
+        self._counters: Counter[str] = Counter()
 
     def reserve(
-        self, keys: Sequence[bytes], nbytes: int, part_nbytes: int, lease_seconds: float | None
+        self,
+        keys: Sequence[bytes],
+        nbytes: int,
+        part_nbytes: int,
+        lease_seconds: float | None,
+        *,
+        namespace: str = "",
+        elsewhere: Container[bytes] = (),
+        is_own: bool = False,
     ) -> tuple[int, ReserveOutcome]:
-        """A new handle and, per key, a block to write. Raises InvalidError for sizes out of range."""
+        """A new handle and, per key, a block to write; keys held `elsewhere` count as present.
+
+        While the node drains, only its `is_own` business finds slots. Raises InvalidError for sizes out of
+        range.
+        """
         if nbytes < 1 or part_nbytes < 1 or num_parts(nbytes, part_nbytes) > MAX_PARTS:
             raise InvalidError(
                 f"object of {nbytes} bytes in parts of {part_nbytes}: expected 1 to {MAX_PARTS} parts"
@@ -106,8 +124,17 @@ class SlotStore:
         handle = secrets.randbits(62)
         with self._lock:
             now = self._begin()
-            outcome = self._pool.reserve(handle, keys, nbytes, part_nbytes, *_due(now, lease_seconds))
-            self._record(removed=outcome.evicted)
+            outcome = self._pool.reserve(
+                handle,
+                keys,
+                nbytes,
+                part_nbytes,
+                *due(now, lease_seconds),
+                namespace=namespace,
+                elsewhere=elsewhere,
+                is_full=self.draining and not is_own,
+            )
+            self._evicted(outcome.evicted)
         return handle, outcome
 
     def commit(self, handle: int, index: int, crcs: Sequence[int] | None, *, verify: bool) -> bool:
@@ -116,8 +143,8 @@ class SlotStore:
         Raises StaleError when its reservation is over, InvalidError for a wrong number of crcs or while a
         write into it is arriving.
 
-        Without `crcs` they are computed; with `verify` given ones are compared with the bytes that are there
-        (about 7 GB/s), and on a mismatch the block is aborted and the answer is False.
+        Without `crcs` they are computed afterwards (`unchecked`, `crcs`); with `verify` given ones are
+        compared with the bytes that are there, and on a mismatch the block is aborted and the answer is False.
         """
         with self._lock:
             self._begin()
@@ -126,15 +153,17 @@ class SlotStore:
             if crcs is not None and len(crcs) != expected:
                 raise InvalidError(f"item {index}: {len(crcs)} crcs for an object of {expected} parts")
             self._pool.seal(block)
-        found = part_crcs(self.view(block), block.part_nbytes) if crcs is None or verify else tuple(crcs)
+        given = None if crcs is None else tuple(crcs)
+        is_torn = verify and part_crcs(self.view(block), block.part_nbytes) != given
         with self._lock:
             self._begin()
-            if crcs is not None and found != tuple(crcs):
+            if is_torn:
                 self._pool.abort_one(handle, index)
-                self._num_corrupt += 1
+                self._counters["corrupt"] += 1
                 return False
-            self._pool.commit(handle, index, found)
-            self._record(added=(block.key,))
+            self._committed(self._pool.commit(handle, index, given))
+        if given is None:
+            self.unchecked.put(block)
         return True
 
     def abort(self, handle: int) -> bool:
@@ -163,7 +192,14 @@ class SlotStore:
         handle = secrets.randbits(62)
         with self._lock:
             now = self._begin()
-            return handle, self._pool.lease(handle, keys, *_due(now, lease_seconds))
+            blocks = self._pool.lease(handle, keys, *due(now, lease_seconds))
+            self._counters["missed"] += blocks.count(None)
+            self._counters["hit"] += len(blocks) - blocks.count(None)
+        return handle, blocks
+
+    def waiting(self, keys: Sequence[bytes], blocks: Sequence[Block | None]) -> list[int]:
+        """Of what `lease` did not give, the items that are here all the same: in a tier below."""
+        return []
 
     def release(self, handle: int) -> bool:
         """End a lease; False if it is over already."""
@@ -185,11 +221,25 @@ class SlotStore:
             self._record(removed=[key for key, gone in zip(keys, removed, strict=True) if gone])
         return removed
 
+    def namespaces(self) -> dict[bytes, str]:
+        """The namespace of every key that is here."""
+        with self._lock:
+            self._begin()
+            return self._pool.namespaces()
+
+    def drop_namespace(self, namespace: str) -> int:
+        """Remove every object of a namespace; how many there were."""
+        return sum(self.remove([key for key, its in self.namespaces().items() if its == namespace]))
+
     def check(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is here and its bytes match their crcs; damaged ones are removed and counted."""
         handle, blocks = self.lease(keys, None)
         try:
-            intact = [b is not None and part_crcs(self.view(b), b.part_nbytes) == b.crcs for b in blocks]
+            known = [None if b is None else self.crcs(b) for b in blocks]
+            intact = [
+                b is not None and part_crcs(self.view(b), b.part_nbytes) == crcs
+                for b, crcs in zip(blocks, known, strict=True)
+            ]
         finally:
             self.release(handle)
         damaged = [
@@ -197,9 +247,19 @@ class SlotStore:
         ]
         if damaged:
             with self._lock:
-                self._num_corrupt += len(damaged)
+                self._counters["corrupt"] += len(damaged)
             self.remove(damaged)
         return intact
+
+    def is_current(self, block: Block) -> bool:
+        """Whether a committed block is here still."""
+        return self._pool.find(block.key) is block
+
+    def crcs(self, block: Block) -> tuple[int, ...]:
+        """crc32 per part of a committed block that the caller leases; computed now unless they are known."""
+        if block.crcs is None:
+            block.crcs = part_crcs(self.view(block), block.part_nbytes)
+        return block.crcs
 
     def view(self, block: Block) -> memoryview:
         """The bytes of a block, `[nbytes]`."""
@@ -209,14 +269,19 @@ class SlotStore:
         return self._bytes[start : start + block.nbytes]
 
     def stats(self) -> dict[str, int]:
-        """See `SlotPool.stats`; `corrupt` counts blocks whose bytes did not have their crcs."""
+        """See `SlotPool.stats`; and blocks so far that were leased (`hit`), asked for in vain (`missed`), or
+        had not their crcs (`corrupt`)."""
         with self._lock:
             self._begin()
-            return {**self._pool.stats(), "corrupt": self._num_corrupt, "unannounced": len(self._changes)}
+            counted = {name: self._counters[name] for name in ("hit", "missed", "corrupt")}
+            own = {"unannounced": len(self._changes), "is_draining": int(self.draining)}
+            return {**self._pool.stats(), **counted, **own}
 
     def num_free(self) -> int:
-        """Slots that hold nothing."""
-        return self.stats()["free"]
+        """Slots that hold nothing, and can be had."""
+        with self._lock:
+            self._begin()
+            return 0 if self.draining else self._pool.num_free
 
     def snapshot_needed(self) -> bool:
         """Whether changes are not recorded, or were too many to record."""
@@ -230,8 +295,8 @@ class SlotStore:
             self._changes.restart(self._pool.keys())
             self.changed.set()
 
-    def take_changes(self, limit: int) -> tuple[list[bytes], list[bytes]]:
-        """At most `limit` changes `(added, removed)` not yet announced; `changed` tells if more are left."""
+    def take_changes(self, limit: int) -> News:
+        """At most `limit` changes not yet announced; `changed` tells if more are left."""
         with self._lock:
             taken = self._changes.take(limit)
             if not self._changes:
@@ -260,11 +325,22 @@ class SlotStore:
         self._pool.expire(now)
         return now
 
-    def _record(self, *, added: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
-        if added or removed:
-            self._changes.record(added=added, removed=removed)
+    def _committed(self, block: Block) -> None:
+        """`block` can be read from now on. Called under the lock."""
+        self._record(added=(block.key,))
+
+    def _evicted(self, keys: Sequence[bytes]) -> None:
+        """`keys` have lost their slots. Called under the lock."""
+        self._record(removed=keys)
+
+    def _record(
+        self, *, added: Sequence[bytes] = (), on_ssd: Sequence[bytes] = (), removed: Sequence[bytes] = ()
+    ) -> None:
+        if added or on_ssd or removed:
+            self._changes.record(added=added, on_ssd=on_ssd, removed=removed)
             self.changed.set()
 
 
-def _due(now: float, lease_seconds: float | None) -> tuple[float, ...]:
+def due(now: float, lease_seconds: float | None) -> tuple[float, ...]:
+    """When something asked for now ends: a last argument of the pool's, or none."""
     return () if lease_seconds is None else (now + lease_seconds,)

@@ -6,6 +6,9 @@ from kvstore.transfer.guard import WriteGuard
 from kvstore.transfer.request import READ, WRITE, Opcode, TransferRequest
 from kvstore.transfer.segment import Peer, Segment
 from kvstore.transfer.status import TransferError, TransferState, TransferStatus
+from kvstore.transfer.topology import Topology
+from kvstore.transfer.transport.mooncake import Upstream
+from kvstore.transfer.transport.network import RailState
 from kvstore.transfer.transport.shm import SharedBuffer
 
 __all__ = [
@@ -14,12 +17,15 @@ __all__ = [
     "Faults",
     "Opcode",
     "Peer",
+    "RailState",
     "Segment",
     "SharedBuffer",
+    "Topology",
     "TransferEngine",
     "TransferError",
     "TransferRequest",
     "TransferState",
     "TransferStatus",
+    "Upstream",
     "WriteGuard",
 ]

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.transfer.request import Opcode
-from kvstore.transfer.segment import Segment
-from kvstore.transfer.status import Counters, OverdueError, Path, TransferState, TransferStatus
+from kvstore.transfer.segment import DEFAULT_LOCATION, Segment
+from kvstore.transfer.status import Counters, OverdueError, Path, TransferError, TransferState, TransferStatus
 
 _STATES = list(TransferState)
 _WAITING, _PENDING, _COMPLETED, _FAILED, _TIMEOUT = range(5)
 EXPIRED_IN_QUEUE = "its time was over before it started"
+EXPIRED_ON_ITS_WAY = "its time was over before another rail could take it"
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +30,8 @@ class Frame:
     """Byte ranges of one segment and, in the same order, the local memory they are moved from or to.
 
     `indices` are the requests' places in the batch; `views` flat uint8 memoryviews; `indices`, `offsets`
-    and `lengths` int64 `[M]`; `deadline` is in monotonic seconds. The last three are faults on purpose;
-    `flip` is the byte to corrupt after a READ.
+    and `lengths` int64 `[M]`; `deadline` is in monotonic seconds; `location` is that of the local memory. The last
+    three are faults on purpose; `flip` is the byte to corrupt after a READ.
     """
 
     batch: Batch
@@ -43,15 +45,27 @@ class Frame:
     offsets: np.ndarray
     lengths: np.ndarray
     nbytes: int
+    location: str = DEFAULT_LOCATION
     started: bool = False
+    number: int = 0  # its name at the peer if it may be sent again over another rail
+    tried: frozenset[int] = frozenset()  # rails that broke under it, by their place at the peer
+    reason: str = ""  # why it last had to leave a rail
     delay_seconds: float = 0.0
     fail: str = ""
     flip: memoryview | None = None
 
-    def carry(self, move: Callable[[Frame], None], closed: threading.Event) -> None:
-        """Runs `move` on this frame unless it has expired, and books how it ended. Never raises."""
+    def carry(
+        self,
+        move: Callable[[Frame], None],
+        closed: threading.Event,
+        resubmit: Callable[[Frame, OSError], bool] | None = None,
+    ) -> bool:
+        """Runs `move` on this frame unless it has expired, and books how it ended. Never raises.
+
+        Returns False if it has not ended: after a link's error, `resubmit` has found it another way.
+        """
         if not self.batch.start(self):
-            return
+            return True
         try:
             self._injected_faults(closed)
             move(self)
@@ -60,9 +74,12 @@ class Frame:
         except OverdueError as error:
             self.batch.end(self, _TIMEOUT, str(error))
         except Exception as error:
+            if isinstance(error, OSError) and resubmit is not None and resubmit(self, error):
+                return False
             self.batch.end(self, _FAILED, "the engine was closed" if closed.is_set() else _reason(error))
         else:
             self.batch.end(self, _COMPLETED)
+        return True
 
     def refuse(self, reason: str) -> None:
         """Ends the frame, which nobody has started, as FAILED."""
@@ -76,7 +93,7 @@ class Frame:
             if self.delay_seconds > left:
                 raise OverdueError("injected fault: delayed beyond its deadline")
         if self.fail:
-            raise ConnectionError(self.fail)
+            raise TransferError(self.fail)
 
 
 def _reason(error: Exception) -> str:
@@ -94,8 +111,10 @@ class Batch:
         self._verdicts = np.full(capacity, _COMPLETED, np.uint8)
         self._nbytes_done = np.zeros(capacity, np.int64)
         self._frames_left = np.zeros(capacity, np.int32)
+        self._resubmitted = np.zeros(capacity, np.int32)
         self._reasons: dict[int, str] = {}
         self._open: set[Frame] = set()
+        self._watchers: list[Callable[[], None]] = []
 
     def claim(self, num_requests: int) -> int:
         """Makes room for requests; returns the index of the first. Raises ValueError if the batch is full."""
@@ -114,14 +133,14 @@ class Batch:
             self._open.update(frames)
             for frame in frames:
                 self._frames_left[frame.indices] += 1
-            self._changed.notify_all()
+            self._tell()
 
     def reject(self, indices: np.ndarray, reasons: list[str]) -> None:
         """Fails requests that no frame carries."""
         with self._changed:
             self._states[indices] = _FAILED
             self._reasons.update(zip(indices.tolist(), reasons, strict=True))
-            self._changed.notify_all()
+            self._tell()
         self._counters.add_failed(len(indices))
 
     def start(self, frame: Frame) -> bool:
@@ -133,6 +152,14 @@ class Batch:
             frame.started = True
             self._states[frame.indices] = _PENDING
             return True
+
+    def suspend(self, frame: Frame) -> None:
+        """Marks a running frame as queued again, for another rail: nobody touches its local memory now."""
+        with self._changed:
+            frame.started = False
+            self._resubmitted[frame.indices] += 1
+            self._counters.add_resubmitted()
+            self._tell()  # whoever waits has a deadline to watch again
 
     def end(self, frame: Frame, verdict: int, reason: str = "") -> None:
         """Books the end of a running frame: from here on nobody touches its local memory."""
@@ -156,11 +183,31 @@ class Batch:
         if num_failed:
             self._counters.add_failed(num_failed)
         if not self._open:
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def watch(self, watcher: Callable[[], None]) -> float | None:
+        """Calls `watcher` once, when something has changed; from any thread, and it must not block.
+
+        Returns None, and does not, if every submitted request is final; else the seconds until one may expire that
+        nobody would tell of, at most infinity.
+        """
+        with self._changed:
+            now = time.monotonic()
+            if not self._in_flight(now):
+                return None
+            self._watchers.append(watcher)
+            return min((f.deadline for f in self._open if not f.started), default=math.inf) - now
 
     def _expire(self, now: float) -> None:
         for frame in [f for f in self._open if not f.started and f.deadline <= now]:
-            self._end(frame, _TIMEOUT, EXPIRED_IN_QUEUE)
+            reason = f"{EXPIRED_ON_ITS_WAY}: {frame.reason}" if frame.reason else EXPIRED_IN_QUEUE
+            self._end(frame, _TIMEOUT, reason)
 
     def status(self, index: int) -> TransferStatus:
         """Raises IndexError if no request `index` was submitted."""
@@ -183,7 +230,10 @@ class Batch:
 
     def _status(self, index: int) -> TransferStatus:
         return TransferStatus(
-            _STATES[self._states[index]], int(self._nbytes_done[index]), self._reasons.get(index, "")
+            _STATES[self._states[index]],
+            int(self._nbytes_done[index]),
+            self._reasons.get(index, ""),
+            int(self._resubmitted[index]),
         )
 
     def wait(self, timeout_seconds: float | None) -> None:

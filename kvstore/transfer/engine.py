@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import math
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -16,11 +20,22 @@ from kvstore.transfer.orders import Order, orders
 from kvstore.transfer.pacing import Pacer
 from kvstore.transfer.registry import Registry
 from kvstore.transfer.request import READ, Opcode, TransferRequest
-from kvstore.transfer.segment import Peer, Segment
+from kvstore.transfer.segment import DEFAULT_LOCATION, Peer, Segment
 from kvstore.transfer.status import Counters, Path, TransferError, TransferStatus
+from kvstore.transfer.topology import Topology
+from kvstore.transfer.transport.affinity import Affinity
+from kvstore.transfer.transport.connection import TcpTransport
+from kvstore.transfer.transport.copies import Copies
 from kvstore.transfer.transport.loopback import LoopbackPath
+from kvstore.transfer.transport.mooncake import MooncakeTransport, Upstream, UpstreamEngines
+from kvstore.transfer.transport.network import (
+    MAX_ENDPOINTS,
+    STALL_SECONDS,
+    NetworkPath,
+    RailState,
+    Transport,
+)
 from kvstore.transfer.transport.shm import SharedMemoryPath
-from kvstore.transfer.transport.tcp import TcpPath
 from kvstore.transfer.transport.tcp_server import TcpServer, listen
 
 CONNECTIONS_PER_PEER = 2
@@ -30,8 +45,7 @@ _NOWHERE = frozenset(("", "0.0.0.0", "::"))
 class _Mover(Protocol):
     """A path: it takes frames, ends each of them, and fails what is left when it is closed."""
 
-    num_lanes: int  # frames of one submit that may move at the same time
-
+    def frame_nbytes(self, peer: Peer, total_nbytes: int) -> int: ...
     def submit(self, frames: list[Frame]) -> None: ...
     def close(self) -> None: ...
 
@@ -39,13 +53,16 @@ class _Mover(Protocol):
 def choose_path(own: Peer, target: Segment, opcode: Opcode) -> Path:
     """The best path to a segment: its own engine's memory, then shared memory, then the network.
 
-    A write into guarded memory of another process always takes the network: see `WriteGuard`.
+    A write into guarded memory of another process always takes TCP: see `WriteGuard`.
     """
     if target.peer.epoch == own.epoch:
         return "loopback"
     is_mappable = target.peer.host_id == own.host_id and bool(target.shm_path)
-    if is_mappable and (opcode is READ or not target.guarded):
+    is_open = opcode is READ or not target.guarded
+    if is_mappable and is_open:
         return "shm"
+    if own.sessions and target.peer.sessions and target.address and is_open:
+        return "mooncake"
     return "tcp"
 
 
@@ -65,6 +82,11 @@ class TransferEngine:
         rate_limit_nbytes_per_second: float | None = None,
         timeout_seconds: float = 10.0,
         connections_per_peer: int = CONNECTIONS_PER_PEER,
+        rails: Sequence[str] = (),
+        topology: Topology | None = None,
+        upstream: Upstream | None = None,
+        max_endpoints: int = MAX_ENDPOINTS,
+        stall_seconds: float = STALL_SECONDS,
         faults: Faults | None = None,
     ):
         """Binds (host, port), an address that peers can dial; port 0 lets the OS choose.
@@ -73,15 +95,27 @@ class TransferEngine:
             host_id: engines with equal ids share /dev/shm.
             rate_limit_nbytes_per_second: cap on TCP payload that leaves here, to emulate a slower network.
             timeout_seconds: from submit to the end of a transfer, unless the call says otherwise.
-            connections_per_peer: most TCP connections to one peer, each with a thread; opened as load asks.
+            connections_per_peer: most TCP connections to one rail of a peer, each with a thread; opened as load
+                asks.
+            rails: addresses of this host's NICs, IPv4 or IPv6, to serve on instead of `host`; the first takes
+                `port`, the others free ones.
+            topology: which NICs are near which memory, of this host; peers are told. Without it every rail is as
+                near as another.
+            upstream: RDMA devices to use, through the upstream engine, with peers that have some.
+            max_endpoints: most rails of peers with open connections; SIEVE makes room, transfers wait for it.
+            stall_seconds: a rail of a peer on which nothing moves for so long is left for another of its rails.
             faults: knobs that make requests fail on purpose.
 
-        Raises ValueError for arguments out of range, OSError if the address cannot be bound.
+        Raises ValueError for arguments out of range, OSError if an address cannot be bound or a device not be
+        used, ImportError if there is no upstream engine.
         """
-        if host in _NOWHERE:
-            raise ValueError(f"host {host!r}: give the address that peers dial, it is announced to them")
-        if timeout_seconds <= 0 or connections_per_peer < 1:
-            raise ValueError(f"not positive: {timeout_seconds=} or {connections_per_peer=}")
+        for each in rails or [host]:
+            if each in _NOWHERE:
+                raise ValueError(f"host {each!r}: give the address that peers dial, it is announced to them")
+        if timeout_seconds <= 0 or stall_seconds <= 0 or connections_per_peer < 1 or max_endpoints < 1:
+            raise ValueError(
+                f"not positive: {timeout_seconds=}, {stall_seconds=}, {connections_per_peer=} or {max_endpoints=}"
+            )
         self.faults = faults
         self._timeout_seconds = timeout_seconds
         self._counters = Counters()
@@ -90,16 +124,38 @@ class TransferEngine:
         self._batch_ids = itertools.count(1)
         self._closed = False
         self._pacer = None if rate_limit_nbytes_per_second is None else Pacer(rate_limit_nbytes_per_second)
-        listener = listen(host, port)
         epoch = secrets.randbits(63)
-        self.peer = Peer(epoch, host_id, [(host, listener.getsockname()[1])])
-        self._registry = Registry(self.peer)
+        addresses = list(rails) or [host]
+        self._affinity = affinity = None if topology is None else Affinity(topology)
+        engines = None if upstream is None else UpstreamEngines(upstream)
+        listeners = _listen(addresses, port)
+        ports = [listener.getsockname()[1] for listener in listeners]
+        self.peer = Peer(
+            epoch,
+            host_id,
+            list(zip(addresses, ports, strict=True)),
+            {} if affinity is None else affinity.tiers_of_addresses(addresses),
+            [] if engines is None else engines.sessions,
+            {} if affinity is None or engines is None else affinity.tiers_of_devices(engines.devices),
+        )
+        self._registry = Registry(self.peer, engines)
+        transports: dict[Path, Transport] = {"tcp": TcpTransport(epoch, self._pacer, affinity)}
+        if engines is not None:
+            transports["mooncake"] = MooncakeTransport(epoch, engines, affinity)
+        self._networks: dict[Path, NetworkPath] = {
+            path: NetworkPath(
+                transport, connections_per_peer, max_endpoints=max_endpoints, stall_seconds=stall_seconds
+            )
+            for path, transport in transports.items()
+        }
         self._movers: dict[Path, _Mover] = {
             "loopback": LoopbackPath(self._registry),
             "shm": SharedMemoryPath(),
-            "tcp": TcpPath(epoch, connections_per_peer, self._pacer),
         }
-        self._server = TcpServer(listener, epoch, self._registry, self._pacer)
+        for path, network in self._networks.items():
+            self._movers[path] = network
+        copies = Copies()
+        self._servers = [TcpServer(each, epoch, self._registry, self._pacer, copies) for each in listeners]
 
     def register_local_memory(
         self,
@@ -181,14 +237,19 @@ class TransferEngine:
             order = order.without(wrong)
         path = choose_path(self.peer, order.target, order.opcode)
         mover = self._movers[path]
+        location = DEFAULT_LOCATION
+        if self._affinity is not None and order.views:
+            location = self._registry.location_of(order.views[0])
         faults = self.faults
         if faults is None:
-            frames = order.frames(batch, first, path, deadline, mover.num_lanes)
+            nbytes = mover.frame_nbytes(order.target.peer, order.nbytes)
+            frames = order.frames(batch, first, path, deadline, nbytes, location)
         else:
             frames = []
             for single in order.singles():
                 fault = faults.decide(path, requests[single.rows[0]])
-                frames += single.frames(batch, first, path, deadline, mover.num_lanes, fault)
+                nbytes = mover.frame_nbytes(single.target.peer, single.nbytes)
+                frames += single.frames(batch, first, path, deadline, nbytes, location, fault)
         if frames:
             batch.open(frames)
             mover.submit(frames)
@@ -209,6 +270,22 @@ class TransferEngine:
         batch.wait(timeout_seconds)
         return batch.statuses()
 
+    async def wait_async(self, batch_id: int) -> list[TransferStatus]:
+        """`wait` for asyncio: no thread is held meanwhile. If it is cancelled, the transfers go on."""
+        batch = self._batch(batch_id)
+        await _until_final(batch)
+        return batch.statuses()
+
+    async def transfer_async(
+        self, requests: Sequence[TransferRequest], timeout_seconds: float | None = None
+    ) -> None:
+        """`transfer` for asyncio. If it is cancelled, what is in flight goes on in the caller's memory until it
+        has ended, at the latest at its deadline."""
+        batch = Batch(len(requests), self._counters)
+        self._submit(batch, requests, timeout_seconds)
+        await _until_final(batch)
+        _check(batch, len(requests))
+
     def transfer(self, requests: Sequence[TransferRequest], timeout_seconds: float | None = None) -> None:
         """Moves `requests`; returns when all bytes have arrived.
 
@@ -218,17 +295,15 @@ class TransferEngine:
         batch = Batch(len(requests), self._counters)
         self._submit(batch, requests, timeout_seconds)
         batch.wait(None)
-        failures = batch.failures()
-        if failures:
-            index, status = failures[0]
-            raise TransferError(
-                f"{len(failures)} of {len(requests)} requests did not complete; "
-                f"request {index}: {status.state}: {status.reason}"
-            )
+        _check(batch, len(requests))
 
     def counters(self) -> dict[str, int]:
         """Bytes that its requests have moved, by path and direction; "failed": how many did not complete."""
         return self._counters.snapshot()
+
+    def rails(self) -> list[RailState]:
+        """Every rail of every peer that bytes went to: is it in use, and how much has moved over it."""
+        return [state for network in self._networks.values() for state in network.states()]
 
     def close(self) -> None:
         """Fails what is in flight, stops serving, and joins every thread. May be called again."""
@@ -240,7 +315,8 @@ class TransferEngine:
             self._pacer.close()
         for mover in self._movers.values():
             mover.close()
-        self._server.close()
+        for server in self._servers:
+            server.close()
         self._registry.clear()
 
     def _batch(self, batch_id: int) -> Batch:
@@ -249,6 +325,46 @@ class TransferEngine:
         if batch is None:
             raise _unknown(batch_id)
         return batch
+
+
+def _check(batch: Batch, num_requests: int) -> None:
+    """Raises TransferError if not all of the batch has completed."""
+    failures = batch.failures()
+    if failures:
+        index, status = failures[0]
+        raise TransferError(
+            f"{len(failures)} of {num_requests} requests did not complete; "
+            f"request {index}: {status.state}: {status.reason}"
+        )
+
+
+async def _until_final(batch: Batch) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        changed = asyncio.Event()
+
+        def tell(changed: asyncio.Event = changed) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
+                loop.call_soon_threadsafe(changed.set)
+
+        seconds = batch.watch(tell)
+        if seconds is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), None if seconds == math.inf else max(0.0, seconds))
+
+
+def _listen(addresses: list[str], port: int) -> list[socket.socket]:
+    """A listener on each address, the first on `port`."""
+    listeners = []
+    try:
+        for address in addresses:
+            listeners.append(listen(address, 0 if listeners else port))
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
 
 
 def _unknown(batch_id: int) -> ValueError:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.transfer.batch import Batch, Frame
+from kvstore.transfer.buffers import byte_view
 from kvstore.transfer.faults import Fault
-from kvstore.transfer.registry import byte_view
 from kvstore.transfer.request import READ, WRITE, Opcode, TransferRequest
-from kvstore.transfer.segment import Segment
-from kvstore.transfer.slices import bounds_reason, cut, frame_nbytes, out_of_bounds
+from kvstore.transfer.segment import DEFAULT_LOCATION, Segment
+from kvstore.transfer.slices import bounds_reason, cut, out_of_bounds
 from kvstore.transfer.status import Path
 
 
@@ -30,6 +30,10 @@ class Order:
     views: list[memoryview]
     offsets: np.ndarray
     lengths: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.lengths.sum())
 
     def out_of_bounds(self) -> tuple[np.ndarray, list[str]]:
         """Which requests, by place in this order, miss the segment, and a reason for each."""
@@ -59,14 +63,24 @@ class Order:
         )
 
     def frames(
-        self, batch: Batch, first: int, path: Path, deadline: float, lanes: int, fault: Fault | None = None
+        self,
+        batch: Batch,
+        first: int,
+        path: Path,
+        deadline: float,
+        max_nbytes: int,
+        location: str = DEFAULT_LOCATION,
+        fault: Fault | None = None,
     ) -> list[Frame]:
-        """Frames that carry the whole order; row 0 is request `first` of the batch. `fault`: singles only."""
+        """Frames of up to `max_nbytes` that carry the whole order; row 0 is request `first` of the batch.
+
+        `fault`: singles only.
+        """
         views = self.views
         if fault is not None and fault.corrupt_byte is not None and self.opcode is WRITE:
             views = [_corrupted(views[0], fault.corrupt_byte)]
         frames = []
-        for piece in cut(self.lengths, frame_nbytes(int(self.lengths.sum()), lanes)):
+        for piece in cut(self.lengths, max_nbytes):
             part = slice(piece.first, piece.last)
             offsets, lengths, pieces = self.offsets[part], self.lengths[part], views[part]
             if len(pieces) == 1:
@@ -85,6 +99,7 @@ class Order:
                 offsets,
                 lengths,
                 piece.nbytes,
+                location,
             )
             if fault is not None:
                 frame.delay_seconds, frame.fail = fault.delay_seconds, fault.fail

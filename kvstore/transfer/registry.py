@@ -8,31 +8,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from kvstore.transfer.buffers import address_of, byte_view
 from kvstore.transfer.guard import WriteGuard
-from kvstore.transfer.segment import Peer, Segment
+from kvstore.transfer.segment import DEFAULT_LOCATION, Peer, Segment
 from kvstore.transfer.status import TransferError
 
 MAX_NAME_CHARS = 500
-
-
-def byte_view(buffer: object) -> memoryview:
-    """A flat uint8 view of a C-contiguous buffer of any format; read-only stays read-only.
-
-    Raises TypeError if it has no buffer, ValueError if it is not C-contiguous.
-    """
-    view = memoryview(buffer)  # pyright: ignore[reportArgumentType]
-    if not view.c_contiguous:
-        raise ValueError(
-            f"buffer of shape {view.shape} and strides {view.strides} is not C-contiguous: copy it first"
-        )
-    if view.nbytes == 0:
-        return memoryview(bytearray())
-    if view.format == "B" and view.ndim == 1:
-        return view
-    return np.frombuffer(view, np.uint8).data
 
 
 @dataclass
@@ -40,15 +25,23 @@ class _Registration:
     segment: Segment
     view: memoryview
     guard: WriteGuard | None
+    address: int
     num_users: int = 0
     leaving: bool = False
 
 
-class Registry:
-    """Registered segments of the engine `peer`."""
+class Devices(Protocol):
+    """What must know of memory before its devices can reach it."""
 
-    def __init__(self, peer: Peer):
-        self._peer = peer
+    def register(self, view: memoryview) -> None: ...
+    def unregister(self, view: memoryview) -> None: ...
+
+
+class Registry:
+    """Registered segments of the engine `peer`; `devices`, if any, are told of them."""
+
+    def __init__(self, peer: Peer, devices: Devices | None = None):
+        self._peer, self._devices = peer, devices
         self._changed = threading.Condition()
         self._entries: dict[str, _Registration] = {}
 
@@ -66,14 +59,26 @@ class Registry:
             raise ValueError(
                 f"segment {name!r} has {view.nbytes} bytes, its file {shm_path} {size}: register all of it"
             )
-        segment = Segment(self._peer, name, view.nbytes, location, shm_path, guard is not None)
+        address = 0 if self._devices is None else address_of(view)
+        segment = Segment(self._peer, name, view.nbytes, location, shm_path, guard is not None, address)
         with self._changed:
             if name in self._entries:
                 raise ValueError(
                     f"segment {name!r} is registered already: unregister it first or take another name"
                 )
-            self._entries[name] = _Registration(segment, view, guard)
+            if self._devices is not None:
+                self._devices.register(view)
+            self._entries[name] = _Registration(segment, view, guard, address_of(view))
         return segment
+
+    def location_of(self, view: memoryview) -> str:
+        """Where registered memory that holds the flat `view` is; the default for memory that is not registered."""
+        address = address_of(view)
+        with self._changed:
+            for entry in self._entries.values():
+                if entry.address <= address < entry.address + len(entry.view):
+                    return entry.segment.location
+        return DEFAULT_LOCATION
 
     @contextmanager
     def use(self, name: str) -> Iterator[memoryview]:
@@ -117,9 +122,14 @@ class Registry:
                 raise TransferError(
                     f"segment {name!r} has {entry.num_users} transfers in flight: wait for them first"
                 )
+            if self._devices is not None:
+                self._devices.unregister(entry.view)
             del self._entries[name]
 
     def clear(self) -> None:
         """Drops every registration; for the end of the engine, when nothing is served any more."""
         with self._changed:
+            if self._devices is not None:
+                for entry in self._entries.values():
+                    self._devices.unregister(entry.view)
             self._entries.clear()

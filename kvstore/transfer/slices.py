@@ -11,6 +11,7 @@ import numpy as np
 
 MAX_FRAME_NBYTES = 16 << 20
 MIN_FRAME_NBYTES = 1 << 20
+MAX_NBYTES_OF_MANY_RAILS = 2 << 20
 MAX_FRAME_PIECES = 1024
 
 
@@ -23,9 +24,14 @@ class Cut(NamedTuple):
     nbytes: int
 
 
-def frame_nbytes(total_nbytes: int, lanes: int) -> int:
-    """Largest frame for `total_nbytes` shared by `lanes` connections: small enough that each gets a share."""
-    return min(MAX_FRAME_NBYTES, max(MIN_FRAME_NBYTES, -(-total_nbytes // lanes)))
+def frame_nbytes(total_nbytes: int, lanes: int, rails: int = 1) -> int:
+    """Largest frame for `total_nbytes` shared by `lanes` connections on each of `rails`.
+
+    Small enough that each connection gets a share. With several rails small enough, too, that they end at about
+    the same time, and that little is sent twice when one fails.
+    """
+    largest = MAX_FRAME_NBYTES if rails == 1 else MAX_NBYTES_OF_MANY_RAILS
+    return min(largest, max(MIN_FRAME_NBYTES, -(-total_nbytes // (lanes * max(1, rails)))))
 
 
 def cut(lengths: np.ndarray, max_nbytes: int, max_pieces: int = MAX_FRAME_PIECES) -> list[Cut]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import threading
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from kvstore.transfer.request import Opcode
 
-Path = Literal["loopback", "shm", "tcp"]
+Path = Literal["loopback", "shm", "tcp", "mooncake"]
 
 
 class TransferState(enum.StrEnum):
@@ -28,11 +28,13 @@ class TransferState(enum.StrEnum):
 
 
 class TransferStatus(msgspec.Struct, frozen=True):
-    """State of one request, bytes known to have arrived, and why it did not complete."""
+    """State of one request, bytes known to have arrived, why it did not complete, and how many of its frames
+    had to change to another rail."""
 
     state: TransferState
     nbytes_done: int
     reason: str = ""
+    num_resubmitted: int = 0
 
 
 class TransferError(Exception):
@@ -44,14 +46,12 @@ class OverdueError(TimeoutError):
 
 
 class Counters:
-    """Bytes completed per path and direction, and the number of requests that failed or timed out."""
+    """Bytes completed per path and direction; how many requests failed or timed out, and frames changed rails."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values = {
-            f"{path}_{way}": 0 for path in ("loopback", "shm", "tcp") for way in ("read", "write")
-        }
-        self._values["failed"] = 0
+        self._values = {f"{path}_{way}": 0 for path in get_args(Path) for way in ("read", "write")}
+        self._values["failed"] = self._values["resubmitted"] = 0
 
     def add_bytes(self, path: Path, opcode: Opcode, nbytes: int) -> None:
         with self._lock:
@@ -60,6 +60,10 @@ class Counters:
     def add_failed(self, num_requests: int) -> None:
         with self._lock:
             self._values["failed"] += num_requests
+
+    def add_resubmitted(self) -> None:
+        with self._lock:
+            self._values["resubmitted"] += 1
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:

@@ -56,15 +56,22 @@ def fresh_prompt(num_tokens: int) -> np.ndarray:
     return RNG.integers(1000, 40_000, num_tokens).astype(np.int32)
 
 
-def prefill_seconds(engine: PrefillEngine, num_tokens: int) -> float:
-    """Seconds from the first tile to the first sampled token of a cold prompt, its KV copied out as when serving."""
-    tokens = fresh_prompt(num_tokens)
+def prefill_seconds(engine: PrefillEngine, num_tokens: int, num_prefix: int = 0) -> float:
+    """Seconds from the first tile to the first sampled token of a prompt, its KV copied out as when serving.
+
+    `num_prefix` tokens (whole blocks) are reused: their KV comes from host memory. The others are computed.
+    """
+    tokens = fresh_prompt(num_tokens) % engine.vocab_size
+    block = np.zeros(engine.format.group_shape, engine.format.item_dtype)
+    prefix = [block] * (num_prefix // engine.format.block_tokens)
+    load = (lambda group: prefix) if prefix else None
     start = time.perf_counter()
-    for first in range(0, num_tokens, engine.tile_tokens):
+    for first in range(num_prefix, num_tokens, engine.tile_tokens):
         tile = tokens[first : first + engine.tile_tokens]
         last = first + engine.tile_tokens >= num_tokens
-        for _ in engine.prefill(0, tile, first, sample=Sampling() if last else None):
+        for _ in engine.prefill(0, tile, first, load=load, sample=Sampling() if last else None):
             pass
+        load = None
     return time.perf_counter() - start
 
 
@@ -79,9 +86,13 @@ def fill(engine: DecodeEngine, batch: int, context: int) -> None:
 
 
 def decode_seconds(
-    engine: DecodeEngine, batch: int, context: int, settings: Sequence[Sampling] = ()
+    engine: DecodeEngine,
+    batch: int,
+    context: int,
+    num_steps: int = NUM_STEPS,
+    settings: Sequence[Sampling] = (),
 ) -> float:
-    """Seconds of `NUM_STEPS` decode steps of `batch` rows that begin at `context` tokens each.
+    """Seconds of `num_steps` decode steps of `batch` rows that begin at `context` tokens each.
 
     `settings`: how the first rows draw; the others are greedy.
     """
@@ -93,13 +104,13 @@ def decode_seconds(
             engine.remember(row, fresh_prompt(context).tolist(), [])
     rows = BatchRows(
         active=np.arange(B) < batch,
-        tokens=RNG.integers(1000, 40_000, B).astype(np.int32),
+        tokens=fresh_prompt(B) % engine.vocab_size,
         positions=np.full(B, context, np.int32),
         draw=draw,
     )
     fill(engine, batch, context)
     start = time.perf_counter()
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         tokens, *_ = engine.generate(rows)
         rows = rows._replace(tokens=tokens, positions=rows.positions + 1)
         draw.step[:] += 1
@@ -215,7 +226,7 @@ def _step_rows(
     tokens = batch * NUM_STEPS
     add(
         MIXED_ROW,
-        lambda: tokens / decode_seconds(decode, batch, CONTEXT, MIXED_SAMPLING),
+        lambda: tokens / decode_seconds(decode, batch, CONTEXT, settings=MIXED_SAMPLING),
         lambda: tokens / decode_seconds(decode, batch, CONTEXT),
         "ours, all greedy",
     )

@@ -43,11 +43,12 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        offsets = range(0, job["total"], job["piece"])
+        total, piece = job["total"], job["piece"]
+        offsets = [*range(0, total, 2 * piece), *range(piece, total, 2 * piece)]
         local, peer = [memory.ctypes.data + o for o in offsets], [remote + o for o in offsets]
         call = engine.batch_transfer_sync_write if job["op"] == "write" else engine.batch_transfer_sync_read
         start = time.perf_counter()
-        status = call(f"127.0.0.1:{port}", local, peer, [job["piece"]] * len(local))
+        status = call(f"127.0.0.1:{port}", local, peer, [piece] * len(local))
         seconds = time.perf_counter() - start
         print(json.dumps({"seconds": seconds, "status": status}), file=answers, flush=True)
     done.put(True)

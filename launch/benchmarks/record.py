@@ -99,12 +99,15 @@ class Series:
         self._better: Better = better
         self._ours: list[float] = []
         self._peer: list[float] = []
+        self._ceilings: list[float] = []
 
-    def add(self, ours: float, peer: float | None) -> None:
-        """One round; the peer is measured in every round or in none."""
+    def add(self, ours: float, peer: float | None, ceiling: float | None = None) -> None:
+        """One round; the peer and the ceiling are measured in every round or in none."""
         self._ours.append(ours)
         if peer is not None:
             self._peer.append(peer)
+        if ceiling is not None:
+            self._ceilings.append(ceiling)
 
     def row(self, peer_name: str | None = None, ceiling: float | None = None) -> Row:
         """The medians, and the median of the rounds' ratios."""
@@ -120,7 +123,7 @@ class Series:
             peer=statistics.median(self._peer) if self._peer else None,
             peer_name=peer_name if self._peer else None,
             ratio=statistics.median(ratios) if ratios else None,
-            ceiling=ceiling,
+            ceiling=statistics.median(self._ceilings) if self._ceilings else ceiling,
             rounds=len(self._ours),
             spread=(max(self._ours) - min(self._ours)) / middle if len(self._ours) > 1 else None,
         )
@@ -136,8 +139,9 @@ def measure(
     *,
     rounds: int,
     turn_seconds: float = 0.0,
+    ceiling: Callable[[], float] | None = None,
 ) -> Row:
-    """Alternate ours and the peer for `rounds` rounds, after one unmeasured round that warms both.
+    """Alternate ours, the peer and the ceiling for `rounds` rounds, after an unmeasured one that warms them.
 
     A run shorter than `turn_seconds` is repeated for so long, and the last one counts: the first finds the
     caches full of what the other side needed.
@@ -145,8 +149,9 @@ def measure(
     series = Series(name, unit, better)
     for index in tqdm(range(rounds + 1), desc=name, leave=False, file=sys.stderr, disable=None):
         value, other = _turn(ours, turn_seconds), _turn(peer, turn_seconds) if peer else None
+        most = ceiling() if ceiling else None
         if index > 0:
-            series.add(value, other)
+            series.add(value, other, most)
     row = series.row(peer_name)
     compared = "" if row.ratio is None else f", {_figure(row.ratio)} of {peer_name}"
     tqdm.write(f"{row.name}: {_figure(row.ours)} {unit}{compared}", file=sys.stderr)

@@ -94,30 +94,29 @@ def served_rows(options: Options, vllm: VllmPeer | None) -> list[Row]:
     """The rows that `options` wants."""
     if not any(map(options.wants, SERVE_ROWS + TTFT_ROWS)):
         return []
+    batches = [batch for batch in BATCHES if options.wants(f"serve_b{batch}")]
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as run_dir:
         config = ClusterConfig(
             model=options.model,
             run_dir=Path(run_dir),
             num_stores=0,
-            decode_slots=max(BATCHES),
+            decode_slots=max(batches, default=1),
             decode_host_ids=("host-0",),
-            dram_nbytes=2 << 30,
+            dram_nbytes=1 << 30,
             staging_nbytes=1 << 30,
             compile_cache=default_compile_cache(),
         )
         with Cluster(config) as cluster:
             served = Served(cluster)
-            rows = _serve_rows(options, served, vllm)
+            rows = _serve_rows(options, batches, served, vllm)
             if any(map(options.wants, TTFT_ROWS)):
                 rows += _ttft_rows(options, served, vllm)
             return rows
 
 
-def _serve_rows(options: Options, served: Served, vllm: VllmPeer | None) -> list[Row]:
+def _serve_rows(options: Options, batches: Sequence[int], served: Served, vllm: VllmPeer | None) -> list[Row]:
     rows = []
-    for batch in BATCHES:
-        if not options.wants(f"serve_b{batch}"):
-            continue
+    for batch in batches:
 
         def speed(run, batch: int = batch) -> float:
             prompts = [fresh_prompt(CONTEXT) for _ in range(batch)]

@@ -4,7 +4,9 @@ Blocks are those of SmolLM2-135M at 256 tokens (5.9 MB, 5 layer groups with a cr
 
 - `batch_put`: into the home node of this process, crcs computed; `batch_get_local`: copied out of it again (ceiling:
   one thread's memcpy of the same bytes); `batch_get_remote`: from a node on another host, over TCP, crcs compared;
-- `range_get`: one layer group of each of those 64 blocks, lease and release inside the clock;
+- `range_get`: one layer group of each of those 64 blocks, from the other node, lease and release inside the clock;
+- `ssd_put`: into a home node with an SSD tier in the temporary folder (`TMPDIR`), until all of it is on the device and
+  journaled; `ssd_get`: 64 blocks that are on SSD only, the page cache dropped before. Without a peer;
 - `put_4KB`: in batches of 64, per object; `put_4KB_single`: one object a call; `get_4KB`: one object a call. Objects of
   4 KB have a home node of their own, with slots of 4 KB, since a node has slots of one size;
 - `exists`: one key a call, answered by the local replica of the directory (a few ms behind); `exists_fresh`: the same,
@@ -12,19 +14,20 @@ Blocks are those of SmolLM2-135M at 256 tokens (5.9 MB, 5 layer groups with a cr
 
 Ours: directory and remote node are processes (`launch.directory`, `launch.kvstore`). The peer: its master and remote node
 are processes too, and it writes into and reads from its own segment where ours uses the home node.
-
-`ssd_put` and `ssd_get` come with the SSD tier, which does not exist yet.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import msgspec
@@ -45,6 +48,7 @@ SMALL_BATCH = 64
 THERE = "there"  # the other node, and its host
 _VALUE = b"x" * SMALL_NBYTES
 SYNC_SECONDS = 20.0
+SPILL_SECONDS = 120.0
 SMOLLM2 = BlockFormat(
     num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=256, dtype="bfloat16", layers_per_group=6
 )
@@ -108,6 +112,7 @@ class Stores:
         self._small_client = self._at_home(stack, engine, "small", num_small, SMALL_NBYTES)
         _expect_stored(self._client.put(self._near, list(self._blocks), form.group_nbytes))
         _expect_stored(self._small_client.put(self._small, [_VALUE] * SMALL_BATCH))
+        self._disk = _Disk(stack, engine, load, list(self._blocks))
         known = [*self._near, *self._far, *self._small]
         _until(lambda: all(self._client.replica.holders(known)))
 
@@ -147,9 +152,16 @@ class Stores:
     def range_get(self) -> float:
         form, buffers = self._load.format, list(self._ranges)
         start = time.perf_counter()
-        with self._client.lease(self._far, THERE) as lease:
-            lease.read(range(len(buffers)), form.group_offset(1), form.group_nbytes, buffers)
-        return time.perf_counter() - start
+        got = self._client.get_ranges_into(self._far, [(form.group_offset(1), form.group_nbytes)], buffers)
+        seconds = time.perf_counter() - start
+        _expect_found(got)
+        return seconds
+
+    def ssd_put(self) -> float:
+        return self._disk.put()
+
+    def ssd_get(self) -> float:
+        return self._disk.get()
 
     def put_small_batch(self) -> float:
         keys, values = _new_keys(SMALL_BATCH), [_VALUE] * SMALL_BATCH
@@ -194,6 +206,60 @@ class Stores:
         return time.perf_counter() - start
 
 
+class _Disk:
+    """A node whose DRAM holds one batch of blocks, and whose SSD holds four."""
+
+    def __init__(self, stack: ExitStack, engine: TransferEngine, load: Load, blocks: list[np.ndarray]):
+        form = load.format
+        self._form, self._blocks = form, blocks
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="mooncake-ssd-")))
+        self._slots = folder / "slots"
+        config = NodeConfig(
+            "disk",
+            "here",
+            _dram_nbytes(load.num_blocks, form.nbytes),
+            form.nbytes,
+            ssd_path=str(folder),
+            ssd_nbytes=4 * load.num_blocks * (form.nbytes + 8192) + (1 << 20),
+        )
+        self._node = Node(config, engine)
+        stack.callback(self._node.close)
+        self._into = np.ones((load.num_blocks, form.nbytes), np.uint8)
+        self._sets = [_new_keys(load.num_blocks) for _ in range(2)]
+        for keys in self._sets:
+            self._store(keys)
+
+    def put(self) -> float:
+        keys = _new_keys(len(self._blocks))
+        start = time.perf_counter()
+        self._store(keys)
+        seconds = time.perf_counter() - start
+        self._node.remove(keys)
+        return seconds
+
+    def get(self) -> float:
+        """A batch that is on SSD only: the other one, read just before, has pushed it out of DRAM."""
+        keys, other = self._sets
+        self._node.lease(other).close()
+        fd = os.open(self._slots, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+        start = time.perf_counter()
+        with self._node.lease(keys) as lease:
+            for index, row in enumerate(self._into):
+                np.copyto(row, np.frombuffer(lease.view(index), np.uint8))
+        return time.perf_counter() - start
+
+    def _store(self, keys: list[bytes]) -> None:
+        form = self._form
+        with self._node.reserve(keys, form.nbytes, form.group_nbytes) as slots:
+            for index, block in enumerate(self._blocks):
+                np.copyto(np.frombuffer(slots.buffer(index), np.uint8), block)
+                slots.commit(index)
+        if not self._node.spill(SPILL_SECONDS):
+            raise RuntimeError(f"{self._slots} did not take the blocks: {self._node.stats()}")
+
+
 def run(options: Options) -> list[Row]:
     load = Load(num_singles=100) if options.quick else Load()
     with ExitStack() as stack:
@@ -213,6 +279,8 @@ def store_rows(options: Options, load: Load, peer: StorePeer | None) -> Iterator
         "batch_get_local": load.nbytes,
         "batch_get_remote": load.nbytes,
         "range_get": group_nbytes,
+        "ssd_put": load.nbytes,
+        "ssd_get": load.nbytes,
     }
     called = {
         "put_4KB": ("put_small_batch", SMALL_BATCH),
@@ -234,7 +302,9 @@ def store_rows(options: Options, load: Load, peer: StorePeer | None) -> Iterator
                 "GB/s",
                 "higher",
                 lambda name=name, speed=speed: speed(getattr(ours, name)()),
-                (lambda name=name, speed=speed: speed(peer.seconds(name, load.num_blocks))) if peer else None,
+                (lambda name=name, speed=speed: speed(peer.seconds(name, load.num_blocks)))
+                if peer and not name.startswith("ssd")
+                else None,
                 peer_name,
                 rounds=options.rounds,
             )

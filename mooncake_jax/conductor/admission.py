@@ -8,33 +8,26 @@ from kvstore.errors import InvalidError, RefusedError, StoreError, UnavailableEr
 from mooncake_jax.conductor.config import ScheduleConfig
 from mooncake_jax.conductor.decision import Decision, Outcome, RequestFeatures
 from mooncake_jax.conductor.estimate import PrefillForecast
-from mooncake_jax.conductor.view import ClusterView, DecodeColumns, PrefillColumns
+from mooncake_jax.conductor.view import ClusterView, DecodeColumns, DecodeRow, PrefillRow
 
 
-def open_prefill(prefill: PrefillColumns, request: RequestFeatures, config: ScheduleConfig) -> np.ndarray:
-    """`[P]` bool: alive, long enough for the prompt, and with room in the queue."""
-    takes = prefill.num_requests < prefill.num_slots + config.max_waiting_prompts
-    takes &= prefill.max_tokens >= request.num_tokens
-    takes &= prefill.alive
-    return _without(takes, request.avoid_prefill)
+def prefill_room(row: PrefillRow, config: ScheduleConfig) -> int:
+    """The longest prompt, in tokens, that this instance takes now; -1: none."""
+    if not row.alive or row.num_requests >= row.num_slots + config.max_waiting_prompts:
+        return -1
+    return row.max_tokens
 
 
-def open_decode(decode: DecodeColumns, request: RequestFeatures, config: ScheduleConfig) -> np.ndarray:
-    """`[D]` bool: alive, long enough for prompt and answer, with a slot and KV capacity for both."""
-    takes = decode.num_requests < decode.num_slots * config.decode_overcommit
-    takes &= (
-        decode.committed_tokens + request.total_tokens <= decode.capacity_tokens * config.decode_overcommit
-    )
-    takes &= _fits_decode(decode, request)
-    takes &= decode.alive
-    return _without(takes, request.avoid_decode)
+def decode_room(row: DecodeRow, config: ScheduleConfig) -> float:
+    """The most tokens of prompt and answer that this instance takes now; -1: none."""
+    if not row.alive or row.num_requests >= row.num_slots * config.decode_overcommit:
+        return -1
+    free_tokens = row.capacity_tokens * config.decode_overcommit - row.committed_tokens
+    return min(row.max_tokens, row.capacity_tokens, free_tokens)
 
 
-def _fits_decode(decode: DecodeColumns, request: RequestFeatures) -> np.ndarray:
-    return np.minimum(decode.max_tokens, decode.capacity_tokens) >= request.total_tokens
-
-
-def _without(takes: np.ndarray, slots: tuple[int, ...]) -> np.ndarray:
+def without(takes: np.ndarray, slots: tuple[int, ...]) -> np.ndarray:
+    """`takes` `[N]` without `slots`, unless nothing were left."""
     if not slots:
         return takes
     others = takes.copy()
@@ -52,7 +45,7 @@ def why_closed(
     if not decode.alive.any():
         return Decision("no_decode")
     prefill_fits = prefill.alive & (prefill.max_tokens >= request.num_tokens)
-    decode_fits = decode.alive & _fits_decode(decode, request)
+    decode_fits = decode.alive & (_longest(decode) >= request.total_tokens)
     if not (prefill_fits.any() and decode_fits.any()):
         return Decision("too_long")
     if not prefill_open:
@@ -78,6 +71,10 @@ def tbt_retry_seconds(
     if config.cost.tbt_seconds(1.0, float(request.num_tokens)) > config.tbt_slo_seconds:
         return config.max_retry_after_seconds
     return _bounded(float(_next_end_seconds(decode, config)[takes].min()), config)
+
+
+def _longest(decode: DecodeColumns) -> np.ndarray:
+    return np.minimum(decode.max_tokens, decode.capacity_tokens)
 
 
 def _next_end_seconds(decode: DecodeColumns, config: ScheduleConfig) -> np.ndarray:
@@ -107,8 +104,7 @@ def refusal(
         return RefusedError(f"{messages[decision.outcome]}; try again in {retry:.2f} s", retry)
     if decision.outcome == "too_long":
         longest_prompt = int(view.prefill.max_tokens[view.prefill.alive].max())
-        holds = np.minimum(view.decode.max_tokens, view.decode.capacity_tokens)
-        longest_total = int(holds[view.decode.alive].max())
+        longest_total = int(_longest(view.decode)[view.decode.alive].max())
         return InvalidError(
             f"prompt of {request.num_tokens} tokens + max_tokens {request.max_tokens}: "
             f"the longest prompt here is {longest_prompt} tokens, prompt + max_tokens {longest_total}"

@@ -22,14 +22,24 @@ class Booking:
     request_id: str
     booked_at: float
     instances: dict[Role, str]  # of the phases that are not over
-    prefill_seconds: float  # forecast: what it adds to the queue
-    fetches: bool  # its prefill waits for another node's blocks
+    queue_seconds: float  # forecasts; prefill is what it adds to the queue
+    prefill_seconds: float
+    transfer_seconds: float
+    fetch_from: str  # the node whose blocks its prefill waits for; "": it fetches nothing
+    fetch_nbytes: int
+    computed_tokens: int  # of the prompt, those not reused
     num_tokens: int  # of the prompt
     total_tokens: int  # prompt and max_tokens
     home_node: str
     expected_keys: Sequence[bytes]
     mentioned_at: float
     seen: set[Role] = field(default_factory=set)
+
+    def in_flight_nbytes(self, now: float) -> float:
+        """What is still to leave `fetch_from`, if that goes as forecast."""
+        if self.transfer_seconds <= 0.0:
+            return 0.0
+        return self.fetch_nbytes * max(0.0, 1.0 - (now - self.booked_at) / self.transfer_seconds)
 
 
 class Bookings:
@@ -38,6 +48,7 @@ class Bookings:
     def __init__(self) -> None:
         self._by_request: dict[str, Booking] = {}
         self._by_instance: dict[str, dict[str, Booking]] = {}
+        self._fetching: dict[str, dict[str, Booking]] = {}  # by sending node, while in prefill
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -50,6 +61,8 @@ class Bookings:
         self._by_request[booking.request_id] = booking
         for instance in booking.instances.values():
             self._by_instance.setdefault(instance, {})[booking.request_id] = booking
+        if booking.fetch_from:
+            self._fetching.setdefault(booking.fetch_from, {})[booking.request_id] = booking
 
     def close(self, booking: Booking, role: Role) -> None:
         """The phase is over; with its last phase the booking is gone. Closing twice is no error."""
@@ -60,12 +73,20 @@ class Bookings:
         del here[booking.request_id]
         if not here:
             del self._by_instance[instance]
+        if role == "prefill" and booking.fetch_from:
+            self._fetching[booking.fetch_from].pop(booking.request_id)
+            if not self._fetching[booking.fetch_from]:
+                del self._fetching[booking.fetch_from]
         if not booking.instances:
             del self._by_request[booking.request_id]
 
     def at(self, instance: str) -> Iterator[Booking]:
         """Bookings with a phase at `instance`, in the order they were made."""
         return iter(self._by_instance.get(instance, {}).values())
+
+    def in_flight_nbytes(self, node: str, now: float) -> float:
+        """What `node` still has to send to prefill instances, by forecast."""
+        return sum(booking.in_flight_nbytes(now) for booking in self._fetching.get(node, {}).values())
 
     def unseen_at(self, instance: str, role: Role) -> list[Booking]:
         """Of these, the ones its heartbeats have not listed yet."""

@@ -7,28 +7,39 @@ changes, so nothing can drift.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
+from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvstore.errors import InvalidError, StaleError, UnavailableError
 from mooncake_jax.conductor import admission, estimate
+from mooncake_jax.conductor.accuracy import Accuracy
 from mooncake_jax.conductor.bookings import ROLES, Booking, Bookings
 from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
-from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord
+from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord, LoggedLink
 from mooncake_jax.conductor.expected import ExpectedBlocks
+from mooncake_jax.conductor.explain import explain_record, table
 from mooncake_jax.conductor.instances import Instances, Registered
-from mooncake_jax.conductor.schedule import schedule
+from mooncake_jax.conductor.links import Links
+from mooncake_jax.conductor.schedule import schedule, shortest_ttfts
+from mooncake_jax.conductor.threshold import CANDIDATES, AutoThreshold
 from mooncake_jax.conductor.view import ClusterView, DecodeRow, PrefillRow
 from mooncake_jax.messages import InstanceInfo, InstanceLoad, RequestEnd, Role
 from mooncake_jax.request import Placement, Request
 
 _FREE_PREFILL = PrefillRow("", False, 0, 1, 0, 0.0, 1.0)
 _FREE_DECODE = DecodeRow("", False, 0, 1, 0, 0, 0, 0)
+log = logging.getLogger(__name__)
+_NONE_ON_SSD: Mapping[str, int] = MappingProxyType({})
+_THRESHOLD_SAMPLE = 4  # one request in so many teaches the automatic threshold
 
 
 class Decided(NamedTuple):
@@ -50,6 +61,11 @@ class Conductor:
         self.instances = Instances()
         self.bookings = Bookings()
         self.expected = ExpectedBlocks()
+        self.links = Links(config.schedule.cost)
+        self.accuracy = Accuracy()
+        self.schedule_config = config.schedule  # with the threshold in force
+        self._threshold = AutoThreshold() if config.auto_threshold else None
+        self._num_sampled = 0
         self._random = random.Random(config.seed)
 
     def register(self, info: InstanceInfo, now: float) -> None:
@@ -91,6 +107,10 @@ class Conductor:
         for booking in self.bookings.reconcile(load.name, role, set(load.request_ids), now):
             self._close(booking, role, ok=True, now=now)
         instance.load, instance.beaten_at = load, now
+        if role == "prefill":
+            self._learn_links(load, now)
+        else:
+            self._learn_step(instance)
         self._refresh(instance)
         return True
 
@@ -100,36 +120,47 @@ class Conductor:
         keys: Sequence[bytes],
         held: Mapping[str, int],
         *,
+        on_ssd: Mapping[str, int] = _NONE_ON_SSD,
         avoid: Collection[str] = (),
         now: float,
     ) -> Placement:
-        """Decide, log and book. `held`: leading blocks of `keys` per store node. An older booking of it goes.
+        """Decide, log and book. `held`: leading blocks of `keys` per store node; `on_ssd`: how many of these it has
+        on SSD only. An older booking of the request goes.
 
         Raises RefusedError (429), UnavailableError (no instance) or InvalidError (longer than any instance
         holds).
         """
         self._roll_back(request.request_id, now)
         self.expected.expire(now)
-        features, lengths, draws, decision = self.decide(request, keys, held, avoid=avoid, now=now)
-        self.log.append(
-            DecisionRecord(
-                request_id=request.request_id,
-                now=now,
-                version=self.view.version,
-                changes=self.view.take_changes(),
-                request=features,
-                local=lengths.local.tolist(),
-                best=lengths.best,
-                holder=lengths.holder,
-                draws=draws,
-                decision=decision,
-            )
+        features, lengths, draws, decision = self.decide(
+            request, keys, held, on_ssd=on_ssd, avoid=avoid, now=now
         )
+        threshold = self.schedule_config.balancing_threshold
+        record = DecisionRecord(
+            request_id=request.request_id,
+            now=now,
+            version=self.view.version,
+            changes=self.view.take_changes(),
+            request=features,
+            local=lengths.local.tolist(),
+            best=lengths.best,
+            holder=lengths.holder,
+            link=LoggedLink.of(lengths.link),
+            balancing_threshold=None if threshold == math.inf else threshold,
+            draws=draws,
+            decision=decision,
+        )
+        self.log.append(record)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", table(explain_record(self.schedule_config, record, self.view)))
+        self._learn_threshold(features, lengths, now)
         if decision.outcome != "placed":
             raise admission.refusal(decision, features, self.view, self.config.schedule)
         prefill = self.instances.at("prefill", decision.prefill)
         decode = self.instances.at("decode", decision.decode)
-        self._book(request, decision, prefill, decode, keys[held.get(prefill.info.home_node, 0) :], now)
+        fetch_from = lengths.holder if decision.fetch_blocks else ""
+        expected = keys[held.get(prefill.info.home_node, 0) :]
+        self._book(request, features, decision, prefill, decode, fetch_from, expected, now)
         return Placement(
             request_id=request.request_id,
             prefill=prefill.info.instance,
@@ -137,7 +168,7 @@ class Conductor:
             keys=list(keys),
             local_blocks=decision.local_blocks,
             fetch_blocks=decision.fetch_blocks,
-            fetch_from=lengths.holder if decision.fetch_blocks else "",
+            fetch_from=fetch_from,
             ttft_forecast_seconds=decision.ttft_seconds,
             tbt_forecast_seconds=decision.tbt_seconds,
         )
@@ -148,6 +179,7 @@ class Conductor:
         keys: Sequence[bytes],
         held: Mapping[str, int],
         *,
+        on_ssd: Mapping[str, int] = _NONE_ON_SSD,
         avoid: Collection[str] = (),
         now: float,
     ) -> Decided:
@@ -166,9 +198,9 @@ class Conductor:
             avoid_prefill=self._slots("prefill", avoid),
             avoid_decode=self._slots("decode", avoid),
         )
-        lengths = self._prefix_lengths(keys, held)
+        lengths = self._prefix_lengths(keys, held, on_ssd, now)
         draws = (self._random.random(), self._random.random())
-        decision = schedule(self.view, features, lengths, self.config.schedule, now=now, draws=draws)
+        decision = schedule(self.view, features, lengths, self.schedule_config, now=now, draws=draws)
         return Decided(features, lengths, draws, decision)
 
     def end(self, end: RequestEnd, now: float) -> None:
@@ -178,10 +210,9 @@ class Conductor:
             return
         booking.mentioned_at = now
         prefill = self.instances.get(booking.instances.get("prefill", ""))
-        if prefill is not None and end.phase == "prefill" and end.ok and not booking.fetches:
-            prefill.factor = estimate.corrected(
-                prefill.factor, forecast_seconds=booking.prefill_seconds, measured_seconds=end.seconds
-            )
+        if prefill is not None and end.phase == "prefill" and end.ok:
+            self._learn_prefill(prefill, booking, end)
+            prefill.served_at = now
         for role in ROLES if end.phase == "all" else (end.phase,):
             self._close(booking, role, ok=end.ok, now=now)
 
@@ -210,15 +241,74 @@ class Conductor:
             "decode_instances": int(self.view.decode.alive.sum()),
         }
 
-    def _prefix_lengths(self, keys: Sequence[bytes], held: Mapping[str, int]) -> PrefixLengths:
-        lengths = self.expected.lengthen(keys, held)
-        prefills = self.instances.of("prefill")
-        local = np.array([lengths.get(p.info.home_node, 0) if p else 0 for p in prefills], np.int64)
+    @property
+    def metrics(self) -> dict[str, float]:
+        """How far forecasts were off, and the threshold in force (`kvcache_balancing_threshold`)."""
+        threshold = self.schedule_config.balancing_threshold
+        return {**self.accuracy.summary(), "kvcache_balancing_threshold": threshold}
+
+    def _prefix_lengths(
+        self, keys: Sequence[bytes], held: Mapping[str, int], on_ssd: Mapping[str, int], now: float
+    ) -> PrefixLengths:
+        lengths, homes = self.expected.lengthen(keys, held), self.instances.prefill_homes
+        local = np.fromiter(map(lengths.get, homes, repeat(0)), np.int64, len(homes))
         best = max(held.values(), default=0)
         if best == 0:
             return PrefixLengths(local, 0, "")
         holders = sorted(node for node, length in held.items() if length == best)
-        return PrefixLengths(local, best, self._random.choice(holders))
+        waits = {node: (on_ssd.get(node, 0), self.bookings.in_flight_nbytes(node, now)) for node in holders}
+        least = min(waits.values())
+        holder = self._random.choice([node for node in holders if waits[node] == least])
+        ssd_nbytes = least[0] * self._block_nbytes
+        link = self.links.link(holder, self.instances.prefill_names, least[1], now, ssd_nbytes=ssd_nbytes)
+        return PrefixLengths(local, best, holder, link)
+
+    @property
+    def _block_nbytes(self) -> int:
+        pool = self.instances.pool
+        return pool.format.nbytes if pool else 0
+
+    def _learn_links(self, load: InstanceLoad, now: float) -> None:
+        for fetched in load.fetches:
+            forecast = self.links.forecast_seconds(fetched.node, load.name, fetched.nbytes, now)
+            self.accuracy.add("transfer", forecast_seconds=forecast, measured_seconds=fetched.seconds)
+            self.links.learn(fetched.node, load.name, nbytes=fetched.nbytes, seconds=fetched.seconds, now=now)
+
+    def _learn_step(self, instance: Registered) -> None:
+        load = instance.load
+        if not (load.used_slots and load.tokens_per_second > 0.0):
+            return
+        cost = self.config.schedule.cost
+        forecast = cost.tbt_seconds(float(load.used_slots), float(load.kv_tokens)) * instance.factor
+        measured = load.used_slots / load.tokens_per_second
+        self.accuracy.add("tbt", forecast_seconds=forecast, measured_seconds=measured)
+        instance.factor = estimate.corrected(
+            instance.factor, forecast_seconds=forecast, measured_seconds=measured
+        )
+
+    def _learn_prefill(self, instance: Registered, booking: Booking, end: RequestEnd) -> None:
+        ttft = booking.queue_seconds + booking.transfer_seconds + booking.prefill_seconds
+        self.accuracy.add("ttft", forecast_seconds=ttft, measured_seconds=end.queue_seconds + end.seconds)
+        if booking.fetch_from:  # its prefill may have waited for the last bytes
+            return
+        self.accuracy.add("prefill", forecast_seconds=booking.prefill_seconds, measured_seconds=end.seconds)
+        instance.factor = estimate.corrected(
+            instance.factor, forecast_seconds=booking.prefill_seconds, measured_seconds=end.seconds
+        )
+
+    def _learn_threshold(self, features: RequestFeatures, lengths: PrefixLengths, now: float) -> None:
+        """Let one request in `_THRESHOLD_SAMPLE` that could fetch teach the automatic threshold."""
+        if self._threshold is None or lengths.best == 0 or self.config.schedule.policy != "global":
+            return
+        self._num_sampled += 1
+        if self._num_sampled % _THRESHOLD_SAMPLE:
+            return
+        config = self.schedule_config
+        ttfts = shortest_ttfts(self.view, features, lengths, config, thresholds=CANDIDATES, now=now)
+        if ttfts:
+            self._threshold.learn(ttfts)
+        if self._threshold.value != config.balancing_threshold:
+            self.schedule_config = msgspec.structs.replace(config, balancing_threshold=self._threshold.value)
 
     def _slots(self, role: Role, names: Collection[str]) -> tuple[int, ...]:
         found = (self.instances.get(name) for name in names)
@@ -227,18 +317,25 @@ class Conductor:
     def _book(
         self,
         request: Request,
+        features: RequestFeatures,
         decision: Decision,
         prefill: Registered,
         decode: Registered,
+        fetch_from: str,
         expected_keys: Sequence[bytes],
         now: float,
     ) -> None:
+        reused = max(decision.local_blocks, decision.fetch_blocks)
         booking = Booking(
             request_id=request.request_id,
             booked_at=now,
             instances={"prefill": prefill.name, "decode": decode.name},
+            queue_seconds=decision.queue_seconds,
             prefill_seconds=decision.prefill_seconds,
-            fetches=decision.fetch_blocks > 0,
+            transfer_seconds=decision.transfer_seconds,
+            fetch_from=fetch_from,
+            fetch_nbytes=max(decision.fetch_blocks - decision.local_blocks, 0) * features.block_nbytes,
+            computed_tokens=features.num_tokens - reused * features.block_tokens,
             num_tokens=len(request.tokens),
             total_tokens=len(request.tokens) + request.max_tokens,
             home_node=prefill.info.home_node,
@@ -275,6 +372,8 @@ class Conductor:
         for booking in list(self.bookings.at(instance.name)):
             self._close(booking, role, ok=False, now=now)
         self.instances.remove(instance)
+        self.links.forget(instance.name)
+        self.links.forget(instance.info.home_node)
         if role == "prefill":
             self.view.put_prefill(slot, _FREE_PREFILL)
         else:
@@ -290,7 +389,14 @@ class Conductor:
         info, load = instance.info, instance.load
         unseen = self.bookings.unseen_at(instance.name, "prefill")
         reported = self.config.schedule.cost.queue_seconds(
-            load.queued_tokens, load.tokens_per_second, instance.factor
+            load.queued_tokens,
+            load.tokens_per_second,
+            instance.factor,
+            (
+                (booking.computed_tokens, booking.prefill_seconds)
+                for booking in self.bookings.at(instance.name)
+                if "prefill" in booking.seen
+            ),
         )
         return PrefillRow(
             name=instance.name,
@@ -302,6 +408,7 @@ class Conductor:
                 instance.beaten_at,
                 reported,
                 ((booking.booked_at, booking.prefill_seconds) for booking in unseen),
+                instance.served_at,
             ),
             factor=instance.factor,
         )
@@ -321,4 +428,5 @@ class Conductor:
             kv_tokens=kv_tokens,
             committed_tokens=max(kv_tokens, sum(booking.total_tokens for booking in booked)),
             capacity_tokens=info.kv_capacity_tokens,
+            factor=instance.factor,
         )

@@ -40,6 +40,7 @@ class ConductorConfig:
 
     directory_address: str = ""  # of the KVCache store's directory; "": no store, every prefix is empty
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    auto_threshold: bool = False  # adapt `schedule.balancing_threshold` to what requests would cost
     heartbeat_seconds: float = 1.0  # what instances are expected to keep
     max_missed_heartbeats: int = 3
     booking_seconds: float = 60.0  # a booking that nobody mentions for so long is over

@@ -39,12 +39,20 @@ class RequestFeatures(msgspec.Struct, frozen=True):
         return (self.num_tokens - 1) // self.block_tokens
 
 
+class Link(NamedTuple):
+    """The way from the holder of a prefix to each prefill instance, `[P]` or one number for all."""
+
+    start_seconds: float | np.ndarray  # until the first byte moves
+    seconds_per_nbyte: float | np.ndarray
+
+
 class PrefixLengths(NamedTuple):
     """FindBestPrefixMatch: leading blocks of a prompt that are held somewhere."""
 
     local: np.ndarray  # [P] int: in each prefill instance's home node, or soon there
     best: int  # at `holder`, the best store node of all
     holder: str  # "" when `best` is 0
+    link: Link | None = None  # from `holder`; None: idle, at the cost model's rate
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -21,11 +22,29 @@ import numpy as np
 
 from kvstore.errors import InvalidError
 from mooncake_jax.conductor.config import ScheduleConfig
-from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
+from mooncake_jax.conductor.decision import Decision, Link, PrefixLengths, RequestFeatures
 from mooncake_jax.conductor.schedule import schedule
 from mooncake_jax.conductor.view import Changes, ClusterView, DecodeRow, PrefillRow
 
 log = logging.getLogger(__name__)
+
+
+class LoggedLink(msgspec.Struct, frozen=True, array_like=True):
+    """A `Link` as JSON can say it: a number for all prefill instances, or one each."""
+
+    start_seconds: float | list[float]
+    seconds_per_nbyte: float | list[float]
+
+    @classmethod
+    def of(cls, link: Link | None) -> LoggedLink | None:
+        return (
+            cls(*(part.tolist() if isinstance(part, np.ndarray) else part for part in link)) if link else None
+        )
+
+    @property
+    def link(self) -> Link:
+        parts = (self.start_seconds, self.seconds_per_nbyte)
+        return Link(*(np.array(part) if isinstance(part, list) else part for part in parts))
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
@@ -39,12 +58,22 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     local: list[int]  # the prefix lengths, see `PrefixLengths`
     best: int
     holder: str
+    link: LoggedLink | None  # None: idle, as the cost model says
+    balancing_threshold: float | None  # in force, which is not the config's when it adapts; None: infinite
     draws: tuple[float, float]
     decision: Decision
 
     @property
     def lengths(self) -> PrefixLengths:
-        return PrefixLengths(np.array(self.local, np.int64), self.best, self.holder)
+        link = self.link.link if self.link else None
+        return PrefixLengths(np.array(self.local, np.int64), self.best, self.holder, link)
+
+    def config(self, config: ScheduleConfig) -> ScheduleConfig:
+        """`config` with the threshold that was in force."""
+        threshold = math.inf if self.balancing_threshold is None else self.balancing_threshold
+        if threshold == config.balancing_threshold:
+            return config
+        return msgspec.structs.replace(config, balancing_threshold=threshold)
 
 
 class DecisionLog:
@@ -142,5 +171,7 @@ def replay(
     view = ClusterView()
     for record in records:
         view.apply(record.changes, record.version)
-        decision = schedule(view, record.request, record.lengths, config, now=record.now, draws=record.draws)
+        decision = schedule(
+            view, record.request, record.lengths, record.config(config), now=record.now, draws=record.draws
+        )
         yield record, decision

@@ -50,8 +50,10 @@ class ExpectedBlocks:
             _, node, keys = self._settling.popleft()
             self.drop(node, keys)
 
-    def lengthen(self, keys: Sequence[bytes], held: Mapping[str, int]) -> dict[str, int]:
+    def lengthen(self, keys: Sequence[bytes], held: Mapping[str, int]) -> Mapping[str, int]:
         """`held` (node → leading blocks of `keys`), each run lengthened by the keys its node expects."""
+        if not self._counts:
+            return held
         lengths = dict(held)
         for node, counts in self._counts.items():
             start = length = lengths.get(node, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ _NUM_REPLACED = 16
 
 @dataclass(slots=True, eq=False)
 class Registered:
-    """One instance that lives. `factor`: measured over modelled prefill time."""
+    """One instance that lives. `factor`: measured over modelled time, of a prefill or of a decode step."""
 
     info: InstanceInfo
     load: InstanceLoad
     beaten_at: float
     slot: int
     factor: float = 1.0
+    served_at: float = -math.inf  # when a prompt last ended here
 
     @property
     def name(self) -> str:
@@ -34,6 +36,8 @@ class Instances:
         self._by_name: dict[str, Registered] = {}
         self._by_slot: dict[Role, list[Registered | None]] = {"prefill": [], "decode": []}
         self._replaced: dict[str, deque[int]] = {}
+        self.prefill_names: list[str] = []  # by view slot; "" where one is free
+        self.prefill_homes: list[str] = []  # their home nodes, likewise
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -103,11 +107,13 @@ class Instances:
         load = InstanceLoad(instance.name, instance.epoch, [], 0, 0, 0, 0.0, {})
         registered = slots[slot] = Registered(info, load, now, slot)
         self._by_name[instance.name] = registered
+        self._name_prefill(slot, info.role, instance.name, info.home_node)
         return registered
 
     def remove(self, instance: Registered) -> None:
         del self._by_name[instance.name]
         self._by_slot[instance.info.role][instance.slot] = None
+        self._name_prefill(instance.slot, instance.info.role, "", "")
 
     def was_replaced(self, name: str, epoch: int) -> bool:
         return epoch in self._replaced.get(name, ())
@@ -115,3 +121,11 @@ class Instances:
     def remember_replaced(self, name: str, epoch: int) -> None:
         """A process of `name` with another epoch has taken over: this one must not come back."""
         self._replaced.setdefault(name, deque(maxlen=_NUM_REPLACED)).append(epoch)
+
+    def _name_prefill(self, slot: int, role: Role, name: str, home: str) -> None:
+        if role != "prefill":
+            return
+        if slot == len(self.prefill_names):
+            self.prefill_names.append(name)
+            self.prefill_homes.append(home)
+        self.prefill_names[slot], self.prefill_homes[slot] = name, home

@@ -1,6 +1,6 @@
 """Ways to choose a prefill instance, behind one signature: the lowest score wins, ties are drawn.
 
-The paper's Figure 5 compares them. All but `global` use only what an instance holds itself.
+The paper's Figure 5 compares `random`, `load`, `local` and `global`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import numpy as np
 from mooncake_jax.conductor.estimate import PrefillForecast
 from mooncake_jax.conductor.view import PrefillColumns
 
-PolicyName = Literal["global", "local", "load_balance", "random"]
+PolicyName = Literal["global", "global_cost", "local", "load", "load_seconds", "random"]
+Fetches = Literal["never", "by_ratio", "by_cost"]
 
 
 class Policy(NamedTuple):
-    """`fetches`: a better prefix may be fetched from elsewhere. `score(forecast, instances) -> [P]`."""
+    """When a better prefix is fetched from elsewhere, and `score(forecast, instances) -> [P]`."""
 
-    fetches: bool
+    fetches: Fetches
     score: Callable[[PrefillForecast, PrefillColumns], np.ndarray]
 
 
@@ -31,13 +32,19 @@ def _fewest_requests(forecast: PrefillForecast, instances: PrefillColumns) -> np
     return instances.num_requests
 
 
+def _shortest_queue(forecast: PrefillForecast, instances: PrefillColumns) -> np.ndarray:
+    return forecast.queue_seconds
+
+
 def _all_equal(forecast: PrefillForecast, instances: PrefillColumns) -> np.ndarray:
-    return np.zeros(len(instances.names))
+    return np.zeros(len(instances.rows))
 
 
 POLICIES: dict[PolicyName, Policy] = {
-    "global": Policy(fetches=True, score=_shortest_ttft),  # Algorithm 1
-    "local": Policy(fetches=False, score=_shortest_ttft),
-    "load_balance": Policy(fetches=False, score=_fewest_requests),
-    "random": Policy(fetches=False, score=_all_equal),
+    "global": Policy("by_ratio", _shortest_ttft),  # Algorithm 1 as published
+    "global_cost": Policy("by_cost", _shortest_ttft),  # fetch where that is faster than to recompute
+    "local": Policy("never", _shortest_ttft),  # §4.1: prefill time with the own prefix, and the queue
+    "load": Policy("never", _fewest_requests),  # assigned requests
+    "load_seconds": Policy("never", _shortest_queue),  # the work they are
+    "random": Policy("never", _all_equal),
 }

@@ -9,20 +9,29 @@ Where the paper leaves an edge open:
 - a threshold of infinity never fetches; no threshold fetches what is already there (best_len <= prefix_len);
 - blocks that are booked but not yet computed count for the instance itself, never as a source to fetch from;
 - at least one token of the prompt is computed.
+
+Where prose and lines differ, policy `global` follows the lines. The prose adds that the Conductor forwards a request
+with the location of its prefix "if the estimated additional prefill time is shorter than the transfer time": read
+literally, it would fetch where recomputing is the faster way, which must be a slip. Policy `global_cost` fetches where
+the transfer is shorter than the prefill time that it saves, per instance, and needs no threshold.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from mooncake_jax.conductor import admission
 from mooncake_jax.conductor.config import ScheduleConfig
 from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
 from mooncake_jax.conductor.estimate import PrefillForecast
-from mooncake_jax.conductor.policy import POLICIES
-from mooncake_jax.conductor.view import ClusterView, DecodeColumns, PrefillColumns
+from mooncake_jax.conductor.policy import POLICIES, Fetches
+from mooncake_jax.conductor.view import ClusterView, DecodeColumns, DecodeRow, PrefillColumns, PrefillRow
+
+_TIED = 1.0 + 1e-9  # scores this close are equal: measured factors differ by rounding errors at least
 
 
 def schedule(
@@ -40,27 +49,27 @@ def schedule(
     `match.local` is `[P]`.
     """
     prefill, decode = view.prefill, view.decode
-    prefill_open = admission.open_prefill(prefill, request, config)
-    decode_open = admission.open_decode(decode, request, config)
+    if not (prefill.rows and decode.rows):
+        return admission.why_closed(view, request, config, now=now, prefill_open=bool(prefill.rows))
+    prefill_open = open_prefill(prefill, request, config)
+    decode_open, load, turns = forecast_decode(decode, request, config)
     policy = POLICIES[config.policy]
     forecast = forecast_prefill(prefill, request, match, config, now=now, fetches=policy.fetches)  # 4-13
     p = _lowest(policy.score(forecast, prefill), prefill_open, draws[0])  # 14-16
-    tbt, load = _forecast_decode(decode, request, config)
-    d = _lowest(load, decode_open, draws[1])  # 17
+    d = _lowest(load, decode_open, draws[1])  # 17: SelectDecodingInstance
     if p < 0 or d < 0:
         return admission.why_closed(view, request, config, now=now, prefill_open=p >= 0)
-    tbt_seconds = float(tbt[d])
-    fetch = bool(forecast.fetch[p])
+    tbt_seconds = load.item(d) / turns.item(d)
     decision = Decision(
         "placed",
-        prefill=p,
-        decode=d,
-        local_blocks=min(int(match.local[p]), request.usable_blocks),
-        fetch_blocks=int(forecast.prefix_blocks[p]) if fetch else 0,  # 20-21
-        transfer_seconds=float(forecast.transfer_seconds[p]),
-        queue_seconds=float(forecast.queue_seconds[p]),
-        prefill_seconds=float(forecast.prefill_seconds[p]),
-        tbt_seconds=tbt_seconds,
+        p,
+        d,
+        min(match.local.item(p), request.usable_blocks),
+        min(match.best, request.usable_blocks) if forecast.fetch.item(p) else 0,  # 20-21
+        forecast.transfer_seconds.item(p),
+        forecast.queue_seconds.item(p),
+        forecast.prefill_seconds.item(p),
+        tbt_seconds,
     )
     if 0.0 < config.ttft_slo_seconds < decision.ttft_seconds:  # 18-19
         return _refused(decision, "ttft_slo", admission.ttft_retry_seconds(forecast, prefill_open, config))
@@ -71,6 +80,27 @@ def schedule(
     return decision  # 22
 
 
+def shortest_ttfts(
+    view: ClusterView,
+    request: RequestFeatures,
+    match: PrefixLengths,
+    config: ScheduleConfig,
+    *,
+    thresholds: Sequence[float],
+    now: float,
+) -> list[float]:
+    """What line 15 would come to with each of `thresholds`, under policy `global`; [] when no instance is open."""
+    takes = open_prefill(view.prefill, request, config) if view.prefill.rows else np.zeros(0, bool)
+    if not takes.any():
+        return []
+    seconds = []
+    for threshold in thresholds:
+        with_it = msgspec.structs.replace(config, balancing_threshold=threshold)
+        forecast = forecast_prefill(view.prefill, request, match, with_it, now=now, fetches="by_ratio")
+        seconds.append(float(forecast.ttft_seconds[takes].min()))
+    return seconds
+
+
 def forecast_prefill(
     prefill: PrefillColumns,
     request: RequestFeatures,
@@ -78,46 +108,90 @@ def forecast_prefill(
     config: ScheduleConfig,
     *,
     now: float,
-    fetches: bool,
+    fetches: Fetches,
 ) -> PrefillForecast:
-    """Lines 4-13 for all instances at once, `[P]` each."""
-    cost, threshold = config.cost, config.balancing_threshold
-    local = np.minimum(match.local, request.usable_blocks)
-    best = min(match.best, request.usable_blocks)
-    if fetches and best > 0 and threshold < math.inf:
-        fetch = (best > threshold * local) & (best > local)  # 5
-        prefix = np.where(fetch, best, local)  # 6, 10
-        transfer_nbytes = (best - local) * float(request.block_nbytes)  # 7
-        transfer = np.where(fetch, cost.transfer_seconds(transfer_nbytes), 0.0)  # 8, 11
-    else:
-        fetch = np.zeros(local.shape, bool)
-        prefix = local
-        transfer = np.zeros(local.shape)
+    """Lines 4-13 for all instances at once, `[P]` each.
+
+    What depends on an instance through its prefix length alone is computed once per length, then looked up.
+    """
+    cost, usable = config.cost, request.usable_blocks
+    best = min(match.best, usable)
+    seconds = cost.prefill_seconds_by_blocks(request.num_tokens, request.block_tokens, usable)
     queue = np.maximum(prefill.busy_until - now, 0.0)  # 12
-    num_prefix = prefix * float(request.block_tokens)
-    seconds = prefill.factor * cost.prefill_seconds(request.num_tokens, num_prefix)  # 13
-    return PrefillForecast(prefix, fetch, transfer, queue, seconds, transfer + queue + seconds)
+    num_fetching = _num_fetching(best, fetches, config.balancing_threshold)  # 5: those with fewer blocks
+    if num_fetching == 0:
+        own = seconds.take(match.local, mode="clip") * prefill.factor  # 10, 13
+        none = np.zeros(own.shape)  # 11
+        return PrefillForecast(none > 0.0, none, queue, own, queue + own)
+    link = match.link or cost.idle_link
+    missing = np.zeros(usable + 1)
+    missing[:num_fetching] = np.arange(best, best - num_fetching, -1)  # 7
+    blocks = missing.take(match.local, mode="clip")
+    fetch = blocks > 0.0
+    transfer = blocks * (link.seconds_per_nbyte * request.block_nbytes) + fetch * link.start_seconds  # 8
+    if fetches == "by_ratio":
+        seconds[:num_fetching] = seconds[best]  # 6
+        spent = seconds.take(match.local, mode="clip") * prefill.factor  # 13
+    else:
+        own = seconds.take(match.local, mode="clip") * prefill.factor
+        after = seconds[best] * prefill.factor
+        fetch &= transfer + after < own
+        transfer *= fetch
+        spent = np.where(fetch, after, own)
+    return PrefillForecast(fetch, transfer, queue, spent, transfer + queue + spent)
 
 
-def _forecast_decode(
+def open_prefill(prefill: PrefillColumns, request: RequestFeatures, config: ScheduleConfig) -> np.ndarray:
+    """`[P]` bool: alive, long enough for the prompt, and with room in the queue."""
+    (room,) = prefill.derived(_derive_prefill, config)
+    return admission.without(room >= request.num_tokens, request.avoid_prefill)
+
+
+def forecast_decode(
     decode: DecodeColumns, request: RequestFeatures, config: ScheduleConfig
-) -> tuple[np.ndarray, np.ndarray]:
-    # `[D]` token interval after joining, and the load to minimise: what is more than a batch waits in turns
-    joined = decode.num_requests + 1
-    tbt = config.cost.tbt_seconds(np.minimum(joined, decode.num_slots), decode.kv_tokens + request.num_tokens)
-    return tbt, tbt * np.maximum(joined / decode.num_slots, 1.0)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`[D]` each: whether it takes the request; its load then, which SelectDecodingInstance minimises; its turns.
+
+    The load is the time between two tokens of a request: a decode step, times the turns that more requests than
+    slots have to take. TBT is the step alone: who waits for a slot has no token yet.
+    """
+    room, load, load_per_token, turns = decode.derived(_derive_decode, config)
+    takes = admission.without(room >= request.total_tokens, request.avoid_decode)
+    return takes, load + load_per_token * request.num_tokens, turns
+
+
+def _derive_prefill(row: PrefillRow, config: ScheduleConfig) -> tuple[float]:
+    return (admission.prefill_room(row, config),)
+
+
+def _derive_decode(row: DecodeRow, config: ScheduleConfig) -> tuple[float, float, float, float]:
+    joined = row.num_requests + 1
+    turns = max(joined / row.num_slots, 1.0)
+    step_seconds = config.cost.tbt_seconds(min(joined, row.num_slots), row.kv_tokens) * row.factor
+    seconds_per_token = config.cost.tbt_seconds_per_kv_token * row.factor
+    return admission.decode_room(row, config), step_seconds * turns, seconds_per_token * turns, turns
+
+
+def _num_fetching(best: int, fetches: Fetches, threshold: float) -> int:
+    """Instances with fewer own blocks than this may fetch `best`: the largest prefix_len of line 5, plus 1."""
+    if best == 0 or fetches == "never" or (threshold == math.inf and fetches == "by_ratio"):
+        return 0
+    if fetches == "by_cost" or threshold <= 1.0:
+        return best
+    num = int(best / threshold) + 1
+    while num > 1 and best / (num - 1) <= threshold:
+        num -= 1
+    return num
 
 
 def _lowest(score: np.ndarray, takes: np.ndarray, draw: float) -> int:
-    # one of the open instances with the lowest score, drawn by `draw`; -1 when none is open
-    if not len(score):
+    # one of the open instances with the lowest score, rounding errors apart, drawn by `draw`; -1 when none is open
+    slots = takes.nonzero()[0]
+    if not slots.size:
         return -1
-    masked = np.where(takes, score, np.inf)
-    lowest = masked[masked.argmin()]
-    if lowest == np.inf:
-        return -1
-    ties = (masked == lowest).nonzero()[0]
-    return int(ties[int(draw * len(ties))])
+    open_score = score[slots]
+    ties = (open_score <= open_score.item(open_score.argmin()) * _TIED).nonzero()[0]
+    return slots.item(ties.item(int(draw * ties.size)))
 
 
 def _refused(decision: Decision, outcome: admission.Outcome, retry_after_seconds: float) -> Decision:

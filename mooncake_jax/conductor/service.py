@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvstore.block import chain_keys, root_key
@@ -14,10 +14,13 @@ from kvstore.rpc import Empty, Service
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig
 from mooncake_jax.conductor.decision_log import DecisionLog, DecisionRecord
+from mooncake_jax.conductor.explain import explain
 from mooncake_jax.messages import (
     CONDUCTOR,
     Beat,
     ClusterInfo,
+    ExplainRequest,
+    Explanation,
     InstanceInfo,
     InstanceLoad,
     PlaceRequest,
@@ -32,11 +35,16 @@ class PrefixSource(Protocol):
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]: ...
 
+    def num_on_ssd(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> dict[str, int]: ...
+
     def close(self) -> None: ...
 
 
 class _NoStore:
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
+        return {}
+
+    def num_on_ssd(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> dict[str, int]:
         return {}
 
     def close(self) -> None:
@@ -66,6 +74,7 @@ class ConductorService:
             max_nbytes=config.decision_log_nbytes,
         )
         self._conductor = Conductor(config, self._log)
+        self._schedule = config.schedule
         self._tick_seconds = config.heartbeat_seconds / 2
         if prefixes is None:
             address = config.directory_address
@@ -110,12 +119,15 @@ class ConductorService:
         keys = chain_keys(root, request.tokens, pool.format.block_tokens)  # 1: PrefixHash
         # a scored prompt is computed in full: prefill reuses nothing of it
         held = {} if request.score_prompt else self._prefixes.lengths(keys)
+        on_ssd = self._prefixes.num_on_ssd(keys, held)
         with self._lock:
             if self._conductor.instances.pool_fingerprint != pool.fingerprint:
                 raise UnavailableError(
                     "the instances were replaced by those of another model meanwhile; try again"
                 )
-            return self._conductor.place(request, keys, held, avoid=call.avoid, now=self._clock())
+            return self._conductor.place(
+                request, keys, held, on_ssd=on_ssd, avoid=call.avoid, now=self._clock()
+            )
 
     def end(self, end: RequestEnd) -> Empty:
         with self._lock:
@@ -130,7 +142,13 @@ class ConductorService:
                 instances=[instance.info for instance in instances],
                 loads=[instance.load for instance in instances],
                 num_bookings=len(self._conductor.bookings),
+                metrics=self._conductor.metrics,
             )
+
+    def explain(self, call: ExplainRequest) -> Explanation:
+        with self._lock:
+            records = self._log.records()
+        return explain(self._schedule, records, call.request_id)
 
     def status(self, _: Empty) -> RoleStatus:
         with self._lock:

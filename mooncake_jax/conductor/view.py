@@ -6,8 +6,8 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -40,9 +40,11 @@ class DecodeRow(msgspec.Struct, frozen=True, array_like=True):
     kv_tokens: int  # held now, or soon (prompts on their way)
     committed_tokens: int  # if every request ran to its max_tokens
     capacity_tokens: int
+    factor: float = 1.0  # measured over modelled token interval
 
 
 Row = TypeVar("Row", PrefillRow, DecodeRow)
+Settings = TypeVar("Settings")
 
 
 _no_bools = partial(np.zeros, 0, bool)
@@ -52,27 +54,47 @@ _no_floats = partial(np.zeros, 0, np.float64)
 
 @dataclass(eq=False)
 class _Columns(Generic[Row]):
-    names: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     alive: np.ndarray = field(default_factory=_no_bools)
     max_tokens: np.ndarray = field(default_factory=_no_ints)
     num_slots: np.ndarray = field(default_factory=_no_ints)
     num_requests: np.ndarray = field(default_factory=_no_ints)
+    _derived: np.ndarray = field(default_factory=_no_floats)  # [C, N]
+    _derived_by: tuple[object, object] = (None, None)
+    _stale: set[int] = field(default_factory=set)  # slots written since
+
+    @property
+    def names(self) -> list[str]:
+        return [row.name for row in self.rows]
 
     def put(self, slot: int, row: Row) -> None:
-        if not 0 <= slot <= len(self.names):
-            raise InvalidError(f"view: slot {slot} after {len(self.names)} slots; slots are filled in order")
+        if not 0 <= slot <= len(self.rows):
+            raise InvalidError(f"view: slot {slot} after {len(self.rows)} slots; slots are filled in order")
         columns = row.__struct_fields__[1:]
-        if slot == len(self.names):
-            self.names.append("")
+        if slot == len(self.rows):
+            self.rows.append(row)
+            self._derived_by = (None, None)
             for column in columns:
                 array = getattr(self, column)
                 setattr(self, column, np.append(array, array.dtype.type(0)))
-        self.names[slot] = row.name
+        self.rows[slot] = row
+        self._stale.add(slot)
         for column in columns:
             getattr(self, column)[slot] = getattr(row, column)
 
-    def values(self, slot: int) -> list[Any]:
-        return [self.names[slot], *(getattr(self, column.name)[slot].item() for column in fields(self)[1:])]
+    def derived(self, derive: Callable[[Row, Settings], tuple[float, ...]], settings: Settings) -> np.ndarray:
+        """`derive(row, settings)` of every row as columns, `[C, N]`; computed anew only for rows that changed.
+
+        `derive` is pure and `settings` never change: asked again with the same objects, it costs nothing.
+        """
+        if self._derived_by != (derive, settings):
+            self._derived = np.array([derive(row, settings) for row in self.rows]).T.copy()
+            self._derived_by = (derive, settings)
+        else:
+            for slot in self._stale:
+                self._derived[:, slot] = derive(self.rows[slot], settings)
+        self._stale.clear()
+        return self._derived
 
 
 @dataclass(eq=False)
@@ -90,6 +112,7 @@ class DecodeColumns(_Columns[DecodeRow]):
     kv_tokens: np.ndarray = field(default_factory=_no_ints)
     committed_tokens: np.ndarray = field(default_factory=_no_ints)
     capacity_tokens: np.ndarray = field(default_factory=_no_ints)
+    factor: np.ndarray = field(default_factory=_no_floats)
 
 
 class Changes(msgspec.Struct, frozen=True):
@@ -122,10 +145,10 @@ class ClusterView:
         self.version += 1
 
     def prefill_rows(self) -> list[PrefillRow]:
-        return [PrefillRow(*self.prefill.values(slot)) for slot in range(len(self.prefill.names))]
+        return list(self.prefill.rows)
 
     def decode_rows(self) -> list[DecodeRow]:
-        return [DecodeRow(*self.decode.values(slot)) for slot in range(len(self.decode.names))]
+        return list(self.decode.rows)
 
     def take_changes(self) -> Changes:
         """The rows written since the last call."""

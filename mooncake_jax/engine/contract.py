@@ -8,7 +8,7 @@ KV crosses this contract block-major, `[M, l, K, 2, Z, H]` for M blocks of a lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -73,6 +73,12 @@ class PrefillEngine(Protocol):
     num_slots: int
     tile_tokens: int  # the most tokens one `prefill` call may take; a multiple of the block size
 
+    def attach(self, memory: np.ndarray) -> None:
+        """Where the home node keeps blocks, uint8 `[slots, BlockFormat.nbytes]`: views of it that `load` gives may be read
+        where they lie. Raises ValueError for memory of another shape, RuntimeError after `warm_up` for another size than
+        at that time.
+        """
+
     def warm_up(self) -> None:
         """Compile everything that serving can need; `compiles_after_ready` counts from here."""
 
@@ -89,7 +95,7 @@ class PrefillEngine(Protocol):
         sample: Sampling | None = None,
         prompt: np.ndarray | None = None,
         targets: np.ndarray | None = None,
-    ) -> Iterator[GroupKV | PromptScores | Sampled]:
+    ) -> Generator[GroupKV | PromptScores | Sampled]:
         """Compute `tokens` (`[T]`, T ≤ `tile_tokens`) at positions start … start+T-1 of `slot`; start is a multiple of Z.
 
         `load(group)`, given on the first tile of a request with a reused prefix, returns that layer group's range of each
@@ -99,7 +105,8 @@ class PrefillEngine(Protocol):
         `sample` is given (last tile), one Sampled with step 0 of its seed. `prompt` is the whole prompt, for a
         `sample` that looks back. The cache is written for valid tokens only: padding is never read by anyone. Raises
         ValueError for tokens or positions out of range; whatever `load` raises passes through, and the slot may be
-        used again.
+        used again. The views of `load` must not change until the last item came or, where this is left early, it was
+        closed.
         """
         ...
 

@@ -20,6 +20,7 @@ from models import draw as draws
 from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
+from models.split import ByHeads
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import BatchRows, DrawnTokens
 from mooncake_jax.engine.drawing import Drawing
@@ -239,7 +240,7 @@ class JaxDecodeEngine:
     def _compile(self) -> _Programs:
         cfg, platform, zero = self._cfg, self._platform, np.int32(0)
         embed, group = {}, {}
-        group_step = functools.partial(llama.decode_group, cfg, platform)
+        group_step = functools.partial(llama.decode_group, cfg, platform, ByHeads(1))
         for batch in self._batches:
             x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32)
             ids, active = np.zeros(batch, np.int32), np.zeros(batch, np.bool_)

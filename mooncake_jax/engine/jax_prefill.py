@@ -8,8 +8,9 @@ groups still compute. Tiles are padded to a few sizes; everything is compiled in
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from kvstore.block import BlockFormat
 from models import cache, llama, sampling, split
 from models import platform as platforms
+from models.attention import StoredBlocks
 from models.config import LlamaConfig
 from models.platform import Platform
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
@@ -27,6 +29,8 @@ from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.draw_rows import one_row
 from mooncake_jax.engine.drawing import Drawing
 from mooncake_jax.engine.mesh import EngineMesh
+from mooncake_jax.engine.store_memory import StoreMemory
+from mooncake_jax.engine.tile_checks import check_prefix, checked_tokens
 from mooncake_jax.engine.tile_steps import TileSteps
 from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
@@ -92,9 +96,13 @@ class JaxPrefillEngine:
         self._head_params = jax.device_put(head, self._mesh.first)
         self._storage = self._platform.storage_dtype(dtype)
         pages = -(-max_tokens // Z) + self.tile_tokens // Z  # room for the padding of the last tile
-        num_pages = max(-(-pages // run) * run for run in self._steps.run_pages)  # attention reads whole runs
+        run = math.lcm(*self._steps.run_pages)  # attention reads whole runs
+        num_pages = -(-pages // run) * run
         pages_shape = cache.pages_shape(cfg, num_slots, num_pages)
         self._empty = program(lambda: jnp.zeros(pages_shape, self._storage), out_shardings=self._mesh.whole)
+        self._num_places = num_pages
+        self._store: StoreMemory | None = None
+        self.attach(np.zeros((1, self.format.nbytes), np.uint8))
         prefix_shape = (-(-max_tokens // Z), *self.format.group_shape)
         self._load_blocks = min(_LOAD_BLOCKS, 1 << (prefix_shape[0].bit_length() - 1))
         self._staging = [np.full(prefix_shape, 0, self.format.item_dtype) for _ in range(2)]  # touched
@@ -116,10 +124,25 @@ class JaxPrefillEngine:
         """New executables in this process since the last `warm_up`; 0 before the first."""
         return 0 if self._ready_at is None else self._compiles.total - self._ready_at
 
+    def attach(self, memory: np.ndarray) -> None:
+        """See the contract."""
+        if not self._platform.tile_tokens_by_columns:
+            return  # it would be copied to the device, for no one to read
+        if self._steps.is_compiled and self._store and self._store.num_slots != len(memory):
+            raise RuntimeError(
+                f"prefill engine: warmed up with store memory of {self._store.num_slots} slots, got {len(memory)}"
+            )
+        self._store = StoreMemory(self._mesh, self.format, self._storage, self._num_places, memory)
+
     def warm_up(self) -> None:
         """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
         if not self._steps.is_compiled:
-            self._steps.compile(self._cache[0], buckets(1, self._load_blocks), self.format.group_shape)
+            self._steps.compile(
+                self._cache[0],
+                self._store and self._store.nothing(0),
+                buckets(1, self._load_blocks),
+                self.format.group_shape,
+            )
             self._drawing.compile()
             self._drawing.warm_up()
             for tile in self._tiles:
@@ -134,10 +157,21 @@ class JaxPrefillEngine:
         """Run every insertion and the loop over a prefix: a program's first run costs more than the next ones."""
         Z = self._cfg.block_tokens
         count = min(2 * self._load_blocks - 1, (self.max_tokens - 1) // Z)
-        blocks = [np.zeros(self.format.group_shape, self.format.item_dtype)] * count
+        elsewhere = np.zeros(self.format.group_shape, self.format.item_dtype)
         for tile in self._tiles:
             tokens = np.zeros(min(tile, self.max_tokens - count * Z), np.int32)
-            for _ in self.prefill(0, tokens, count * Z, load=lambda group: blocks):
+            for _ in self.prefill(0, tokens, count * Z, load=lambda group: [elsewhere] * count):
+                pass
+            if self._store is None or not self._steps.takes_stored(tile):
+                continue
+            blocks = [self._store.block(group, 0) for group in range(self.format.num_groups)]
+            for _ in self.prefill(
+                0,
+                tokens,
+                count * Z,
+                load=lambda group, blocks=blocks: [blocks[group]] * count,
+                sample=Sampling(),
+            ):
                 pass
 
     def prefill(
@@ -150,7 +184,7 @@ class JaxPrefillEngine:
         sample: Sampling | None = None,
         prompt: np.ndarray | None = None,
         targets: np.ndarray | None = None,
-    ) -> Iterator[GroupKV | PromptScores | Sampled]:
+    ) -> Generator[GroupKV | PromptScores | Sampled]:
         """See the contract. Arguments are checked here, before the first item is asked for."""
         tokens = self._check(slot, tokens, start, prefix_held=load is not None)
         if sample is not None and sample.looks_back and prompt is None:
@@ -181,26 +215,9 @@ class JaxPrefillEngine:
     def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
         if not self._steps.is_compiled:
             raise RuntimeError("prefill engine: call warm_up() before the first use")
-        tokens = np.asarray(tokens)
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} of {self.num_slots}")
-        if tokens.ndim != 1 or not 1 <= tokens.size <= self.tile_tokens:
-            raise ValueError(f"tokens of shape {tokens.shape}: expected [T] with 1 ≤ T ≤ {self.tile_tokens}")
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"token ids must be integers, got {tokens.dtype}")
-        if tokens.min() < 0 or tokens.max() >= self._cfg.vocab_size:
-            raise ValueError(
-                f"token ids {tokens.min()} … {tokens.max()}: the vocabulary has {self._cfg.vocab_size}"
-            )
-        if start < 0 or start % self._cfg.block_tokens:
-            raise ValueError(f"start {start} is not a multiple of the block size {self._cfg.block_tokens}")
-        if start + tokens.size > self.max_tokens:
-            raise ValueError(
-                f"positions {start} … {start + tokens.size - 1}: the engine holds {self.max_tokens}"
-            )
-        if not prefix_held and start > self._filled[slot]:
-            raise ValueError(f"start {start} of slot {slot}, which holds {self._filled[slot]} tokens")
-        return tokens.astype(np.int32, copy=False)
+        return checked_tokens(self, slot, tokens, start, None if prefix_held else int(self._filled[slot]))
 
     def _run(
         self,
@@ -211,23 +228,39 @@ class JaxPrefillEngine:
         sample: Sampling | None,
         prompt: np.ndarray | None,
         targets: np.ndarray | None,
-    ) -> Iterator[GroupKV | PromptScores | Sampled]:
+    ) -> Generator[GroupKV | PromptScores | Sampled]:
         self._filled[slot] = 0
+        try:
+            yield from self._steps_of(slot, tokens, start, load, sample, prompt, targets)
+        finally:
+            if load is not None:  # a call that was left early may still read what `load` gave
+                jax.block_until_ready(self._cache)
+
+    def _steps_of(
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        start: int,
+        load: Callable[[int], Sequence[np.ndarray]] | None,
+        sample: Sampling | None,
+        prompt: np.ndarray | None,
+        targets: np.ndarray | None,
+    ) -> Iterator[GroupKV | PromptScores | Sampled]:
         pending: deque[tuple[int, jax.Array]] = deque()
         with self._guard():
-            if load is not None:
-                jax.block_until_ready(
-                    self._cache
-                )  # an abandoned call may still be reading the staging arrays
             x, where = self._steps.embed(tokens), self._mesh.numbers(slot, start, tokens.size)
+        # the slot will not hold the prefix: a tile that others follow has it copied
+        in_place = load is not None and sample is not None and self._steps.takes_stored(x.shape[0])
         for group in range(self.format.num_groups):
             prefix: Sequence[np.ndarray] = []
             if load is not None:
                 prefix = load(group)
-                self._check_prefix(group, prefix, start // self._cfg.block_tokens)
+                check_prefix(self.format, group, prefix, start // self._cfg.block_tokens)
             with self._guard():
-                self._insert_prefix(group, slot, prefix)
-                x, blocks = self._dispatch(group, x, where)
+                stored = self._store.find(group, prefix) if self._store and in_place else None
+                if stored is None:
+                    self._insert_prefix(group, slot, prefix)
+                x, blocks = self._dispatch(group, x, where, stored)
             pending.append((group, blocks))
             if group > 0:  # the device has the next group to do meanwhile
                 yield self._finish(*pending.popleft(), start, tokens.size)
@@ -238,7 +271,8 @@ class JaxPrefillEngine:
                     self._drawing.remember(0, prompt, [])
                 row = one_row(sample, step=0)
                 drawn = self._drawing.start(self._steps.row(x, tokens.size - 1), row, np.ones(1, np.bool_))
-        self._filled[slot] = start + tokens.size
+        if not in_place:
+            self._filled[slot] = start + tokens.size
         while pending:
             yield self._finish(*pending.popleft(), start, tokens.size)
         if targets is not None:
@@ -250,26 +284,17 @@ class JaxPrefillEngine:
                 first = self._drawing.finish(drawn)
             yield Sampled(int(first.tokens[0]), float(first.logprobs[0]), first.top(0, sample.num_top))
 
-    def _dispatch(self, group: int, x: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, self._cache[group], blocks = self._steps.group(group, x, self._cache[group], where)
+    def _dispatch(
+        self, group: int, x: jax.Array, where: jax.Array, stored: StoredBlocks | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        stored = stored or (self._store and self._store.nothing(group))
+        x, self._cache[group], blocks = self._steps.group(group, x, self._cache[group], where, stored)
         return x, blocks
 
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
         with self._guard():
             host = np.asarray(jax.block_until_ready(blocks).addressable_data(0)).view(self.format.item_dtype)
         return GroupKV(group, start // self._cfg.block_tokens, host[: self.format.num_blocks(num_valid)])
-
-    def _check_prefix(self, group: int, blocks: Sequence[np.ndarray], count: int) -> None:
-        if len(blocks) != count:
-            raise ValueError(
-                f"layer group {group}: load gave {len(blocks)} prefix blocks, {count} precede the tile"
-            )
-        for i, block in enumerate(blocks):
-            if block.shape != self.format.group_shape or block.dtype != self.format.item_dtype:
-                raise ValueError(
-                    f"layer group {group}, prefix block {i}: load gave {block.shape} {block.dtype}, "
-                    f"expected {self.format.group_shape} {self.format.item_dtype}"
-                )
 
     def _insert_prefix(self, group: int, slot: int, blocks: Sequence[np.ndarray]) -> None:
         """Copy a group's prefix from store memory into the cache, a run of blocks at a time.

@@ -36,14 +36,14 @@ class EngineMesh:
         """`step` as each device runs it on its part; the specs are of its arguments and results."""
         return jax.shard_map(step, mesh=self.mesh, in_specs=given, out_specs=returned, check_vma=False)
 
-    def put(self, array: np.ndarray) -> jax.Array:
-        """A host array on every device. It may be read in place: keep it unchanged until the step is done."""
-        return jax.device_put(array, self.whole)
+    def spec(self, axis: int | None) -> PartitionSpec:
+        """Equal parts along `axis`; None: the whole on every device."""
+        return self.WHOLE if axis is None else PartitionSpec(*[None] * axis, split.AXIS)
 
-    def numbers(self, first: int, second: int = 0, third: int = 0) -> jax.Array:
-        """The `[3]` small integers that a program takes."""
-        return self.put(np.array([first, second, third], np.int32))
+    def put(self, array: np.ndarray, spec: PartitionSpec = WHOLE) -> jax.Array:
+        """A host array on the devices. It may be read in place: keep it unchanged until the step is done."""
+        return jax.device_put(array, NamedSharding(self.mesh, spec))
 
-    def put_parts(self, array: np.ndarray) -> jax.Array:
-        """A host array with its first axis cut over the devices."""
-        return jax.device_put(array, self.parts)
+    def numbers(self, *values: int) -> jax.Array:
+        """The small integers that a program takes, as one array."""
+        return self.put(np.array(values, np.int32))

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from models import cache, llama
+from models.attention import StoredBlocks
 from models.config import LlamaConfig
 from models.platform import Platform
 from models.split import ByColumns, ByRows, Split, share_columns
@@ -45,26 +46,19 @@ class TileSteps:
         n = mesh.num_devices
         self._cfg, self._platform, self._mesh = cfg, platform, mesh
         self._hows: dict[int, Split] = {
-            tile: ByColumns(n) if n > 1 and tile <= platform.tile_tokens_by_columns else ByRows(n)
-            for tile in tiles
+            tile: ByColumns(n) if tile <= platform.tile_tokens_by_columns else ByRows(n) for tile in tiles
         }
         self._orders = {tile: how.dealt(tile) for tile, how in self._hows.items()}
         self._embedding = mesh.put(params["embed"])
         table, size = llama.param_table(cfg)["layers"], cfg.layers_per_group
         layers = share_columns(table, params["layers"], n)
         groups = [layers[i : i + size] for i in range(0, cfg.num_layers, size)]
-        self._share_specs = jax.tree.map(
-            lambda param: EngineMesh.PARTS if param.has_columns else EngineMesh.WHOLE, table[:size]
-        )
-        place = {EngineMesh.WHOLE: mesh.put, EngineMesh.PARTS: mesh.put_parts}
+        self._share_specs = jax.tree.map(lambda param: mesh.spec(param.shared_axis), table[:size])
         self._layers: dict[type[Split], list[list[llama.Params]]] = {
             ByRows: [jax.tree.map(mesh.put, group) for group in groups]
         }
         if ByColumns in map(type, self._hows.values()):
-            self._layers[ByColumns] = [
-                jax.tree.map(lambda weight, spec: place[spec](weight), group, self._share_specs)
-                for group in groups
-            ]
+            self._layers[ByColumns] = [jax.tree.map(mesh.put, group, self._share_specs) for group in groups]
         self._programs: _Programs | None = None
 
     @property
@@ -75,14 +69,26 @@ class TileSteps:
     def run_pages(self) -> list[int]:
         """How many pages attention reads at a time, one entry per tile size."""
         return [
-            self._platform.prefill_pages(self._cfg, how.run_rows(tile)) for tile, how in self._hows.items()
+            self._platform.prefill_pages(self._cfg, how.run_rows(tile))
+            if isinstance(how, ByRows)
+            else self._platform.tail_pages(self._cfg)
+            for tile, how in self._hows.items()
         ]
 
+    def takes_stored(self, tile: int) -> bool:
+        """Whether a tile of this size attends over blocks where a store keeps them."""
+        return isinstance(self._hows[tile], ByColumns)
+
     def compile(
-        self, pages: list[jax.Array], insert_runs: Sequence[int], block_shape: tuple[int, ...]
+        self,
+        pages: list[jax.Array],
+        stored: StoredBlocks | None,
+        insert_runs: Sequence[int],
+        block_shape: tuple[int, ...],
     ) -> None:
-        """For a group's cache like `pages`, and for insertions of so many blocks `[l, K, 2, Z, H]` at a time."""
-        cfg, mesh, whole, where = self._cfg, self._mesh, EngineMesh.WHOLE, self._mesh.numbers(0)
+        """For a group's cache like `pages`, blocks of a store like `stored`, and for insertions of so many blocks
+        `[l, K, 2, Z, H]` at a time."""
+        cfg, mesh, whole, where = self._cfg, self._mesh, EngineMesh.WHOLE, self._mesh.numbers(0, 0, 0)
         embed, group, last, insert = {}, {}, {}, {}
         for tile, how in self._hows.items():
             by_rows = isinstance(how, ByRows)
@@ -93,12 +99,18 @@ class TileSteps:
                 mesh.side_by_side(llama.embed, (whole, spec), spec), self._embedding, tokens
             )
             layers = whole if by_rows else self._share_specs
+            more = [] if by_rows else [stored]
             step = mesh.side_by_side(
-                self._group_step(how), (layers, spec, whole, whole), (spec, whole, whole)
+                self._group_step(how),
+                (layers, spec, whole, whole, *[whole] * len(more)),
+                (spec, whole, whole),
             )
-            group[tile] = program(step, self._layers[type(how)][0], x, pages, where, donate=[2])
+            group[tile] = program(step, self._layers[type(how)][0], x, pages, where, *more, donate=[2])
             last[tile] = program(
-                lambda x, where: lax.dynamic_slice_in_dim(x, where[0], 1), x, where, out_shardings=mesh.whole
+                lambda x, row: lax.dynamic_slice_in_dim(x, row[0], 1),
+                x,
+                mesh.numbers(0),
+                out_shardings=mesh.whole,
             )
         insert_step = mesh.side_by_side(
             lambda pages, blocks, where: cache.insert_blocks(pages, blocks, where[0], where[1]),
@@ -107,7 +119,7 @@ class TileSteps:
         )
         for run in insert_runs:
             blocks = jax.ShapeDtypeStruct((run, *block_shape), pages[0].dtype, sharding=mesh.whole)
-            insert[run] = program(insert_step, pages, blocks, where, donate=[0])
+            insert[run] = program(insert_step, pages, blocks, mesh.numbers(0, 0), donate=[0])
         self._programs = _Programs(embed, group, last, insert)
 
     def embed(self, tokens: np.ndarray) -> jax.Array:
@@ -115,16 +127,18 @@ class TileSteps:
         tile = next(size for size in self._hows if size >= tokens.size)
         padded = np.zeros(tile, np.int32)
         padded[: tokens.size] = tokens
-        put = self._mesh.put_parts if isinstance(self._hows[tile], ByRows) else self._mesh.put
-        return self._compiled.embed[tile](self._embedding, put(padded[self._orders[tile]]))
+        spec = EngineMesh.PARTS if isinstance(self._hows[tile], ByRows) else EngineMesh.WHOLE
+        return self._compiled.embed[tile](self._embedding, self._mesh.put(padded[self._orders[tile]], spec))
 
     def group(
-        self, group: int, x: jax.Array, pages: list[jax.Array], where: jax.Array
+        self, group: int, x: jax.Array, pages: list[jax.Array], where: jax.Array, stored: StoredBlocks | None
     ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-        """See `llama.prefill_group`; `pages` are donated. `where`: slot, start, number of valid rows."""
+        """See `llama.prefill_group`; `pages` are donated. `where`: slot, start, number of valid rows. `stored` counts
+        where the tile `takes_stored`."""
         tile = x.shape[0]
         layers = self._layers[type(self._hows[tile])][group]
-        return self._compiled.group[tile](layers, x, pages, where)
+        more = [stored] if self.takes_stored(tile) else []
+        return self._compiled.group[tile](layers, x, pages, where, *more)
 
     def insert(self, pages: list[jax.Array], blocks: np.ndarray, where: jax.Array) -> list[jax.Array]:
         """Put blocks `[M, l, K, 2, Z, H]` into a group's cache, donated. `where`: slot, first page.
@@ -146,10 +160,12 @@ class TileSteps:
         return self._compiled.last[tile](x, self._mesh.numbers(place)).addressable_data(0)
 
     def _group_step(self, how: Split) -> Callable[..., Any]:
-        def step(layers: Any, x: jax.Array, pages: Any, where: jax.Array) -> Any:
+        def step(
+            layers: Any, x: jax.Array, pages: Any, where: jax.Array, stored: StoredBlocks | None = None
+        ) -> Any:
             slot, start, num_valid = where
             return llama.prefill_group(
-                self._cfg, self._platform, how, layers, x, pages, slot, start, num_valid
+                self._cfg, self._platform, how, layers, x, pages, slot, start, num_valid, stored
             )
 
         return step

@@ -235,16 +235,14 @@ class Attempt:
 
     async def _prefilled(self) -> PrefillDone:
         done = await _next(self._prefill, PrefillDone, STALL_SECONDS)
-        self._prefill_done = True
-        await self._end("prefill", True, done.prefill_seconds)
+        await self._end_prefill(done)
         return done
 
     async def _leave_prefill(self, stream: AsyncGenerator[FirstToken | PrefillDone, None]) -> None:
         if self._drain:
             try:
                 done = await _next(stream, PrefillDone, DRAIN_SECONDS)
-                self._prefill_done = True
-                await self._end("prefill", True, done.prefill_seconds)
+                await self._end_prefill(done)
             except StoreError as error:
                 log.info("%s: prefill did not finish storing: %s", self._request.request_id, error)
         await stream.aclose()
@@ -270,8 +268,18 @@ class Attempt:
         except StoreError:
             return None
 
-    async def _end(self, phase: Literal["prefill", "decode", "all"], ok: bool, seconds: float) -> None:
-        end = RequestEnd(self._request.request_id, phase, ok, seconds)
+    async def _end_prefill(self, done: PrefillDone) -> None:
+        self._prefill_done = True
+        await self._end("prefill", True, done.prefill_seconds, done.queue_seconds)
+
+    async def _end(
+        self,
+        phase: Literal["prefill", "decode", "all"],
+        ok: bool,
+        seconds: float,
+        queue_seconds: float = 0.0,
+    ) -> None:
+        end = RequestEnd(self._request.request_id, phase, ok, seconds, queue_seconds)
         await _ignoring_store_errors(self._dispatcher.conductor.end(end))
 
 

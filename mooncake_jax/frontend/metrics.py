@@ -71,6 +71,9 @@ class _ClusterCollector(Collector):
         )
         roles = {instance.instance.name: instance.role for instance in info.instances}
         families: dict[str, GaugeMetricFamily] = {}
+        for name, value in info.metrics.items():
+            clean = "mooncake_conductor_" + _NOT_NAME.sub("_", name)
+            families[clean] = GaugeMetricFamily(clean, f"{name} of the Conductor", value=value)
         for load in info.loads:
             role = roles.get(load.name, "")
             books = {

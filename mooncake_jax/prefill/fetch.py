@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvstore.client import Client
 from kvstore.errors import StoreError
 from kvstore.node import Lease, Node, Reservation
 from kvstore.transfer.status import TransferError
+from mooncake_jax.prefill.fetch_times import FetchTimes
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,9 @@ class Fetch:
         keys: Sequence[bytes],
         node_name: str,
         on_progress: Callable[[], None],
+        times: FetchTimes,
     ):
+        self._times = times
         self._home, self._client, self._format = home, client, block_format
         self._keys, self._node_name = list(keys), node_name
         self._on_progress = on_progress
@@ -113,6 +117,7 @@ class Fetch:
                 return False
             with self._home.reserve(self._keys[:count], f.nbytes, f.group_nbytes) as slots:
                 buffers = [self._buffer(slots, i) for i in range(count)]
+                began = time.monotonic()
                 for group in range(f.num_groups):
                     start, stop = f.group_offset(group), f.group_offset(group) + f.group_nbytes
                     there.read(
@@ -124,6 +129,7 @@ class Fetch:
                         self._buffers, self._groups_here = buffers, group + 1
                         self._changed.notify_all()
                     self._on_progress()
+                self._times.add(self._node_name, count * f.nbytes, time.monotonic() - began)
                 return self._keep(slots, buffers)
 
     def _buffer(self, slots: Reservation, index: int) -> memoryview:

@@ -17,6 +17,7 @@ from kvstore.transfer.engine import TransferEngine
 from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.prompt_logprobs import prompt_logprobs
 from mooncake_jax.prefill.discipline import Candidate
+from mooncake_jax.prefill.fetch_times import FetchTimes
 from mooncake_jax.prefill.home_copy import HomeCopy
 from mooncake_jax.prefill.lease import StagingLease
 from mooncake_jax.prefill.prefix import Prefix
@@ -32,6 +33,7 @@ class KVPaths(NamedTuple):
     home: Node
     client: Client
     transfer: TransferEngine
+    fetch_times: FetchTimes
 
 
 class PrefillJob:
@@ -64,6 +66,7 @@ class PrefillJob:
             request.placement,
             1 if self.request.score_prompt else num_tokens,  # all of a prompt that is scored is computed
             on_progress,
+            paths.fetch_times,
         )
 
     @property

@@ -11,6 +11,7 @@ from kvstore.block import BlockFormat
 from kvstore.client import Client
 from kvstore.node import Lease, Node
 from mooncake_jax.prefill.fetch import Fetch
+from mooncake_jax.prefill.fetch_times import FetchTimes
 from mooncake_jax.request import Placement
 
 _Holders = Callable[[Sequence[bytes]], list[list[str]]]
@@ -67,6 +68,7 @@ class Prefix:
         placement: Placement,
         num_tokens: int,
         on_progress: Callable[[], None],
+        times: FetchTimes,
     ):
         """`on_progress` is called from other threads when `is_ready` may have changed."""
         self._home, self._format = home, block_format
@@ -78,7 +80,9 @@ class Prefix:
         self.num_blocks = 0  # in use, since `begin`
         held, holders = self._lease.held, client.replica.holders
         for node, blocks in plan_sources(self._keys, held, placement, holders, home.name):
-            fetch = Fetch(home, client, block_format, [self._keys[i] for i in blocks], node, on_progress)
+            fetch = Fetch(
+                home, client, block_format, [self._keys[i] for i in blocks], node, on_progress, times
+            )
             self._fetches.append(fetch)
             self._places.update({block: (fetch, i) for i, block in enumerate(blocks)})
 

@@ -92,6 +92,7 @@ class PrefillService:
                 "compiles_after_ready": float(self._engine.compiles_after_ready),
                 "home_evicted": float(self._paths.home.stats()["evicted"]),
             },
+            fetches=self._paths.fetch_times.take(),
         )
 
     def _jobs(self) -> list[PrefillJob]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import threading
@@ -160,7 +161,7 @@ class PrefillWorker:
         sample = job.request.sampling if stop == len(job.tokens) else None
         targets = job.tokens[start + 1 : stop + 1] if job.request.score_prompt else job.tokens[:0]
         first_token, began = None, time.monotonic()
-        for item in self._engine.prefill(
+        items = self._engine.prefill(
             job.slot,
             job.tokens[start:stop],
             start,
@@ -168,13 +169,15 @@ class PrefillWorker:
             sample=sample,
             prompt=job.tokens,
             targets=targets if targets.size else None,
-        ):
-            if isinstance(item, Sampled):
-                first_token = job.first_token(item)
-            elif isinstance(item, PromptScores):
-                job.add_scores(item)
-            else:
-                job.add_new(item, stop - start)
+        )
+        with contextlib.closing(items):
+            for item in items:
+                if isinstance(item, Sampled):
+                    first_token = job.first_token(item)
+                elif isinstance(item, PromptScores):
+                    job.add_scores(item)
+                else:
+                    job.add_new(item, stop - start)
         seconds = time.monotonic() - began
         self._speed.add(stop - start, seconds)
         job.tile_done(stop - start, seconds)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fakes.engine import FakeDecodeEngine, FakePrefillEngine
@@ -151,8 +152,13 @@ class LocalCluster:
         decode_engine: Callable[[], DecodeEngine] = FakeDecodeEngine,
         transfer_timeout_seconds: float = 60.0,
         rate_limit_nbytes_per_second: float | None = None,
+        ssd: Path | None = None,
+        ssd_nbytes: int = 4_000_000,
     ):
-        """`host_ids`: instance name → host id; equal ones share memory. The rate limit is each instance's."""
+        """`host_ids`: instance name → host id; equal ones share memory. The rate limit is each instance's.
+
+        `ssd`: the folder in which each instance's home node has the folder of its SSD tier.
+        """
         with ExitStack() as stack:
             directory = Directory()
             stack.callback(directory.close)
@@ -177,17 +183,21 @@ class LocalCluster:
                     conductor_address=conductor_server.address,
                     host_id=host_ids(name),
                     dram_nbytes=num_home_blocks * engine.format.nbytes,
+                    ssd_path="" if ssd is None else str(ssd / name),
+                    ssd_nbytes=0 if ssd is None else ssd_nbytes,
                     heartbeat_seconds=0.2,
                     transfer_timeout_seconds=transfer_timeout_seconds,
                     rate_limit_nbytes_per_second=rate_limit_nbytes_per_second,
                 )
 
+            self.directory_address = directory_server.address
+            self._config, self._prefill_config = config, prefill or PrefillConfig()
             self.engines: dict[str, Any] = {}
             self.instances: dict[str, EngineInstance] = {}
             for i in range(num_prefill):
                 name = f"prefill-{i}"
                 self.engines[name] = engine = prefill_engine()
-                self.instances[name] = start_prefill(config(name, engine), engine, prefill or PrefillConfig())
+                self.instances[name] = start_prefill(config(name, engine), engine, self._prefill_config)
                 stack.callback(self.instances[name].close)
             decode = decode or DecodeConfig(staging_nbytes=1 << 20, quarantine_seconds=0.2)
             for i in range(num_decode):
@@ -200,6 +210,17 @@ class LocalCluster:
             wait_until(lambda: len(self.conductor.cluster(Empty()).instances) == total, "all are registered")
             self._start = {name: self.books(name) for name in self.instances}
             self._stack = stack.pop_all()
+
+    def restart(self, name: str, engine: PrefillEngine) -> None:
+        """A prefill instance ends, and a new process of that name begins, with nothing in its memory."""
+        self.instances[name].close()
+        self.engines[name] = engine
+        self.instances[name] = start_prefill(self._config(name, engine), engine, self._prefill_config)
+        self._stack.callback(self.instances[name].close)
+
+    def end(self, request_id: str) -> None:
+        """Give a booking back; ids that have none are no error."""
+        self.conductor.end(RequestEnd(request_id, "all", False, 0.0))
 
     def stub(self, address: str, table) -> Stub:
         if address not in self._stubs:

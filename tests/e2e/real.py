@@ -6,8 +6,10 @@ The engines are compiled once a test session; clusters borrow them one after the
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
+import numpy as np
 import pytest
 from e2e.cluster import LocalCluster
 
@@ -22,6 +24,7 @@ from mooncake_jax.engine.oracle import Monolith
 
 CFG = dataclasses.replace(preset("tiny"), max_position=4096)
 Z = CFG.block_tokens
+NUM_HOME_BLOCKS = 1500
 DECODE = DecodeConfig(staging_nbytes=256 << 20, max_waiting=16)
 
 
@@ -46,14 +49,17 @@ def arguments(num_slots: int, swapped: bool = False) -> dict:
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory):
-    """Engines of one test run compile each program once."""
+    """Engines of one test run compile each program once, in whichever of its processes."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
         "jax_persistent_cache_min_entry_size_bytes",
     )
     before = {name: getattr(jax.config, name) for name in names}
-    use_persistent_cache(str(tmp_path_factory.mktemp("compiled")))
+    use_persistent_cache(str(base / "compiled"))
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -71,6 +77,8 @@ def engines(compile_cache):
     """Two of each role; a cluster that is closed leaves them as they were."""
     prefill = [JaxPrefillEngine(**arguments(2)) for _ in range(2)]
     decode = [JaxDecodeEngine(**arguments(4)) for _ in range(2)]
+    for engine in prefill:
+        engine.attach(np.zeros((NUM_HOME_BLOCKS, engine.format.nbytes), np.uint8))
     for engine in (*prefill, *decode):
         engine.warm_up()
     return prefill, decode
@@ -85,5 +93,5 @@ def local_cluster(engines, num: int, transport: str, decode_config: DecodeConfig
         prefill_engine=lambda: next(prefill),
         decode_engine=lambda: next(decode),
         decode=decode_config,
-        num_home_blocks=1500,
+        num_home_blocks=NUM_HOME_BLOCKS,
     )

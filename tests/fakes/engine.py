@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
@@ -187,6 +187,9 @@ class FakePrefillEngine:
         self._filled = [0] * num_slots
         self._thread = _OneThread()
 
+    def attach(self, memory: np.ndarray) -> None:
+        """Prefixes are copied."""
+
     def warm_up(self) -> None:
         self._thread.check()
 
@@ -200,7 +203,7 @@ class FakePrefillEngine:
         sample: Sampling | None = None,
         prompt: np.ndarray | None = None,
         targets: np.ndarray | None = None,
-    ) -> Iterator[GroupKV | PromptScores | Sampled]:
+    ) -> Generator[GroupKV | PromptScores | Sampled]:
         self._thread.check()
         f = self.format
         z, stop = f.block_tokens, start + len(tokens)

@@ -128,7 +128,7 @@ class FakeRoles:
     def register(self, _):
         raise NotImplementedError
 
-    heartbeat = status = register
+    heartbeat = status = explain = register
 
 
 class FakePrefill:

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--suite=simulate",), "simulator does not exist yet"),
         (("--suite=schedule", "--trace=/nowhere"), "/nowhere"),
         (("--suite=store", "--peers=/nowhere"), "/nowhere"),
         (("--suite=magic",), "magic"),

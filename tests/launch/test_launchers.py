@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROLES = ("directory", "kvstore", "conductor", "frontend", "prefill", "decode", "cluster")
+ROLES = ("directory", "kvstore", "kvstore_ctl", "conductor", "frontend", "prefill", "decode", "cluster")
 ENGINE = ("--name=x", "--directory=127.0.0.1:1", "--conductor=127.0.0.1:1")
 
 
@@ -33,8 +33,15 @@ def test_help_shows_the_command_and_every_flag(role):
         ("directory", ("9000",), "'9000'"),
         ("conductor", (), "--directory"),
         ("conductor", ("--directory=127.0.0.1:1", "--policy=magic"), "magic"),
+        ("conductor", ("--directory=127.0.0.1:1", "--kvcache_balancing_threshold=x"), "inf or auto"),
+        ("conductor", ("--directory=127.0.0.1:1", "--cost_model=x"), "cost model x"),
+        ("conductor_ctl", ("explain", "r"), "--conductor"),
+        ("conductor_ctl", ("--conductor=127.0.0.1:1", "forget"), "explain REQUEST_ID"),
+        ("conductor_ctl", ("--conductor=127.0.0.1:1", "explain", "r"), "127.0.0.1:1"),
+        ("conductor_ctl", ("--conductor=127.0.0.1:1", "explain", "r", "s"), "'s'"),
         ("kvstore", ("--name=x", "--directory=127.0.0.1:1"), "--slot_bytes"),
         ("kvstore", ("--name=x", "--directory=127.0.0.1:1", "--model=/nowhere"), "/nowhere"),
+        ("kvstore_ctl", ("--directory=127.0.0.1:1", "--action=drain"), "--node"),
         ("frontend", ("--model=preset:tiny",), "--conductor"),
         ("prefill", (*ENGINE, "--model=/nowhere"), "/nowhere"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--max_tokens=100000"), "512"),

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
-from models import attention, cache
+from models import attention, cache, split
 from models.config import preset
 from models.platform import CPU
 
@@ -50,14 +51,46 @@ def test_tile_attention_of_rows_in_two_places():
     np.testing.assert_allclose(out, DENSE[rows], atol=2e-5)
 
 
+@functools.cache
+def tail_step(num_devices):
+    mesh, whole = Mesh(np.array(jax.devices()[:num_devices]), (split.AXIS,)), PartitionSpec()
+
+    def step(queries, own, start, stored, pages, slot):
+        return attention.tail_attention(queries, own, start, stored, 1, pages, slot, SMALL, 2, num_devices)
+
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(
+    ("in_store", "start"), [(0, 0), (0, 16), (0, 64), (1, 16), (3, 48), (4, 64), (1, 64), (2, 48)]
+)
+def test_tail_attention_over_store_and_cache_equals_dense_rows(in_store, start, num_devices):
+    """The store's part of the cache is junk, and so are all blocks of the store that are not the prompt's."""
+    rows, num_layers, layer = slice(start, start + 11), 4, 3
+    held, places = filled_pages(start), [5, 0, 3, 2]
+    memory = np.full((7, num_layers, K, 2, Z, H), JUNK, np.float32)
+    for block, place in enumerate(places[:in_store]):
+        memory[place, layer] = held[1, block]
+    padded = np.array(places[:in_store] + [6] * (8 - in_store), np.int32)
+    stored = attention.StoredBlocks(memory, padded, np.int32(in_store), np.int32(layer - 1))
+    own = np.stack([KEYS[rows], VALUES[rows]], axis=2)
+    pages = held.at[1, :in_store].set(JUNK)
+    out = tail_step(num_devices)(Q[rows], own, np.int32(start), stored, pages, np.int32(1))
+    np.testing.assert_allclose(out, DENSE[rows], atol=2e-5)
+
+
+@pytest.mark.parametrize(("slots", "slot"), [(3, 1), (4, 1), (4, 2)])  # four slots are taken in two parts
 @pytest.mark.parametrize("position", [0, 15, 16, 31, 32, 74])
-def test_decode_attention_equals_dense_row_whatever_other_slots_do(position):
-    positions = np.array([3, position, 40], np.int32)
-    queries = np.broadcast_to(Q[position], (3, N, H)).copy()
+def test_decode_attention_equals_dense_row_whatever_other_slots_do(position, slots, slot):
+    positions = np.array([3, 7, 40, 9][:slots], np.int32)
+    positions[slot] = position
+    queries = np.broadcast_to(Q[position], (slots, N, H)).copy()
+    pages = filled_pages(position + 1, slots=slots, slot=slot)
     out = jax.jit(attention.decode_attention, static_argnums=(4, 5))(
-        queries, filled_pages(position + 1), positions, np.int32(position + 1), SMALL, 2
+        queries, pages, positions, np.int32(position + 1), SMALL, 2
     )
-    np.testing.assert_allclose(out[1], DENSE[position], atol=2e-5)
+    np.testing.assert_allclose(out[slot], DENSE[position], atol=2e-5)
 
 
 def test_short_exp2_is_exact_to_bfloat16():

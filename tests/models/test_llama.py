@@ -71,7 +71,7 @@ def test_dense_reference_is_causal():
 
 
 def test_partition_specs_follow_the_one_table():
-    assert sharding.partition_spec(("heads", "embed")) == PartitionSpec("model", None)
+    assert sharding.partition_spec(("heads", "embed")) == PartitionSpec("tensor", None)
     with pytest.raises(ValueError, match="used twice"):
         sharding.partition_spec(("heads", "mlp"))
     with pytest.raises(ValueError, match="'batch'"):
@@ -79,8 +79,8 @@ def test_partition_specs_follow_the_one_table():
 
 
 def test_every_parameter_has_a_sharding():
-    mesh = jax.make_mesh((1,), ("model",))
+    mesh = sharding.MeshShape().make()
     shardings = sharding.param_shardings(CFG, mesh)
-    assert shardings["layers"][0]["down"].spec == PartitionSpec(None, "model")
+    assert shardings["layers"][0]["down"].spec == PartitionSpec(None, "tensor")
     placed = jax.tree.map(jax.device_put, llama.init_params(CFG, 0, "float32"), shardings)
     assert placed["embed"].shape == (CFG.vocab_size, CFG.d_model)

@@ -41,30 +41,8 @@ def test_devices_know_their_offsets_and_gather_in_the_order_of_the_prompt(num_de
     assert gathered.tolist() == list(range(tile))
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_by_columns_every_row_is_attended_once(num_devices):
-    mesh = Mesh(np.array(jax.devices()[:num_devices]), (split.AXIS,))
-    whole = PartitionSpec()
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=whole,
-        out_specs=(PartitionSpec(split.AXIS), whole),
-        check_vma=False,
-    )
-    def step(x):
-        how = split.ByColumns(num_devices)
-        own = how.attended(x)
-        return own - how.firsts(x.shape[0])[0], how.gather_attended(own)
-
-    rows, gathered = jax.jit(step)(np.arange(16))
-    assert rows.tolist() == list(range(16 // num_devices)) * num_devices
-    assert gathered.tolist() == list(range(16))
-
-
 MATRIX, FUSED = Param((4, 1), ("heads", "embed")), Param((8, 1), ("mlp", "embed"), fused=2)
-NORM = Param((3,), (None,))
+DOWN, NORM = Param((3, 4), ("embed", "mlp")), Param((3,), (None,))
 
 
 def test_shares_of_fused_matrices_stand_side_by_side():
@@ -78,6 +56,8 @@ def test_shares_of_fused_matrices_stand_side_by_side():
 def test_a_weight_that_does_not_cut_is_refused():
     with pytest.raises(ValueError, match=r"shape \(5, 2\) does not cut into 2"):
         split.share_columns(MATRIX, np.zeros((5, 2), np.float32), 2)
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) does not cut into 2"):
+        split.share_columns(DOWN, np.zeros((3, 5), np.float32), 2)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +67,5 @@ def test_a_weight_that_does_not_cut_is_refused():
 def test_devices_are_as_many_as_tiles_and_weights_cut_into(most, tiles, rows, expected):
     matrix, fused = Param((rows, 2), ("heads", None)), Param((2 * rows, 2), ("mlp", None), fused=2)
     assert split.fitting_devices(most, tiles, [matrix, fused, NORM]) == expected
+    down = Param((3, rows), ("embed", "mlp"))
+    assert split.fitting_devices(most, tiles, [down, NORM]) == expected

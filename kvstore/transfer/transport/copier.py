@@ -11,7 +11,8 @@ import numpy as np
 
 from kvstore.transfer.batch import Frame
 from kvstore.transfer.request import READ
-from kvstore.transfer.slices import bounds_reason, out_of_bounds
+from kvstore.transfer.segment import Peer
+from kvstore.transfer.slices import bounds_reason, frame_nbytes, out_of_bounds
 from kvstore.transfer.status import TransferError
 
 NUM_THREADS = 2
@@ -21,8 +22,6 @@ _NUMPY_NBYTES = 32 << 10  # from here on numpy copies, which releases the GIL
 
 class Copier(ABC):
     """A path whose segments are in this process's address space."""
-
-    num_lanes = NUM_THREADS
 
     def __init__(self, name: str):
         self._closed = threading.Event()
@@ -34,6 +33,10 @@ class Copier(ABC):
 
         Raises TransferError if the frame may not use it.
         """
+
+    def frame_nbytes(self, peer: Peer, total_nbytes: int) -> int:
+        """Largest frame for `total_nbytes`."""
+        return frame_nbytes(total_nbytes, NUM_THREADS)
 
     def submit(self, frames: list[Frame]) -> None:
         """Queues frames; small ones are copied before it returns."""

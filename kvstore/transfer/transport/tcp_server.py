@@ -13,6 +13,7 @@ import math
 import socket
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from kvstore.transfer.request import READ, WRITE
 from kvstore.transfer.slices import bounds_reason, merge_adjacent, out_of_bounds
 from kvstore.transfer.status import TransferError
 from kvstore.transfer.transport import wire
+from kvstore.transfer.transport.copies import Copies
 
 GREETING_SECONDS = 5.0
 MAX_SERVE_SECONDS = 60.0
@@ -36,6 +38,7 @@ class _Session(threading.Thread):
         super().__init__(name="transfer-serve")
         self._server = server
         self._channel = wire.Channel(sock)
+        self._initiator = 0  # its epoch
 
     def run(self) -> None:
         channel = self._channel
@@ -58,6 +61,7 @@ class _Session(threading.Thread):
         magic, version, _, _, epoch, expected = wire.HELLO.unpack(channel.receive(wire.HELLO.size, deadline))
         if magic != wire.MAGIC:
             raise wire.ProtocolError("not a transfer engine")
+        self._initiator = epoch
         status = wire.HELLO_OK if expected == self._server.epoch else wire.HELLO_STALE
         hello = wire.HELLO.pack(wire.MAGIC, wire.VERSION, status, 0, self._server.epoch, epoch)
         channel.send([memoryview(hello)], len(hello), deadline)
@@ -70,21 +74,40 @@ class _Session(threading.Thread):
         rest = channel.receive(header.name_nbytes + 16 * header.num_pieces, deadline)
         name = rest[: header.name_nbytes].decode(errors="replace")
         offsets, lengths = wire.unpack_table(rest[header.name_nbytes :])
-        registry = self._server.registry
         try:
-            with registry.use(name) as memory:
-                views = _views(memory, opcode, name, offsets, lengths, nbytes)
-                if opcode == READ:
-                    answer = memoryview(wire.ANSWER.pack(wire.ANSWER_MAGIC, wire.OK, 0))
-                    channel.send([answer, *views], len(answer) + nbytes, deadline, self._server.pacer)
-                    return
-                with registry.admit(name, header.permit, offsets, lengths) as until:
-                    channel.receive_into(views, nbytes, min(deadline, until))
+            with self._only_copy(header.number, deadline):
+                self._move(channel, header, name, offsets, lengths, deadline)
         except TransferError as error:  # from the checks: no byte has moved yet
             self._refuse(channel, str(error), nbytes if opcode == WRITE else 0, deadline)
             return
-        answer = wire.ANSWER.pack(wire.ANSWER_MAGIC, wire.OK, 0)
-        channel.send([memoryview(answer)], len(answer), deadline)
+        if opcode == WRITE:
+            answer = wire.ANSWER.pack(wire.ANSWER_MAGIC, wire.OK, 0)
+            channel.send([memoryview(answer)], len(answer), deadline)
+
+    def _only_copy(self, number: int, deadline: float) -> AbstractContextManager[None]:
+        return (
+            self._server.copies.only((self._initiator, number), self, deadline) if number else nullcontext()
+        )
+
+    def _move(
+        self,
+        channel: wire.Channel,
+        header: wire.FrameHeader,
+        name: str,
+        offsets: np.ndarray,
+        lengths: np.ndarray,
+        deadline: float,
+    ) -> None:
+        """The bytes of a frame, with the answer before them if it reads. Raises TransferError before they move."""
+        registry = self._server.registry
+        with registry.use(name) as memory:
+            views = _views(memory, header.opcode, name, offsets, lengths, header.nbytes)
+            if header.opcode == READ:
+                answer = memoryview(wire.ANSWER.pack(wire.ANSWER_MAGIC, wire.OK, 0))
+                channel.send([answer, *views], len(answer) + header.nbytes, deadline, self._server.pacer)
+                return
+            with registry.admit(name, header.permit, offsets, lengths) as until:
+                channel.receive_into(views, header.nbytes, min(deadline, until))
 
     @staticmethod
     def _refuse(channel: wire.Channel, reason: str, unread_nbytes: int, deadline: float) -> None:
@@ -123,7 +146,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class TcpServer:
-    """Serves the registered segments of the engine with this `epoch` on `listener`, which it owns."""
+    """Serves the registered segments of the engine with this `epoch` on `listener`, which it owns.
+
+    The servers of an engine share `copies`.
+    """
 
     def __init__(
         self,
@@ -131,9 +157,10 @@ class TcpServer:
         epoch: int,
         registry: Registry,
         pacer: Pacer | None,
+        copies: Copies,
         max_sessions: int = 512,
     ):
-        self.epoch, self.registry, self.pacer = epoch, registry, pacer
+        self.epoch, self.registry, self.pacer, self.copies = epoch, registry, pacer, copies
         self._listener = listener
         self._max_sessions = max_sessions
         self._closed = threading.Event()

@@ -47,7 +47,9 @@ def test_removing_what_was_never_held_is_no_error():
 NODES = ("a", "b", "c")
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("add", "remove", "forget")), st.sampled_from(NODES), st.sets(st.sampled_from(CHAIN))
+        st.sampled_from(("add", "add to ssd", "remove", "forget")),
+        st.sampled_from(NODES),
+        st.sets(st.sampled_from(CHAIN)),
     ),
     max_size=30,
 )
@@ -57,16 +59,23 @@ STEPS = st.lists(
 @given(STEPS)
 def test_agrees_with_plain_sets(steps: list[tuple[str, str, set[bytes]]]):
     index, model = PrefixIndex(), {name: set() for name in NODES}
+    on_ssd = {name: set() for name in NODES}
     for action, name, some in steps:
         if action == "add":
             index.add(name, some)
             model[name] |= some
+            on_ssd[name] -= some
+        elif action == "add to ssd":
+            index.add(name, some, "ssd")
+            model[name] |= some
+            on_ssd[name] |= some
         elif action == "remove":
             index.remove(name, some)
             model[name] -= some
+            on_ssd[name] -= some
         else:
             index.forget(name)
-            model[name] = set()
+            model[name], on_ssd[name] = set(), set()
     expected = {}
     for name, held in model.items():
         length = 0
@@ -77,9 +86,13 @@ def test_agrees_with_plain_sets(steps: list[tuple[str, str, set[bytes]]]):
     assert (index.lengths(CHAIN)) == expected
     for name, held in model.items():
         assert index.keys(name) == held
+        assert index.keys(name, "ssd") == on_ssd[name]
+        assert index.keys(name, "dram") == held - on_ssd[name]
         assert index.num_keys(name) == len(held)
     for key in CHAIN:
-        assert set(index.holders(key)) == {name for name, held in model.items() if key in held}
+        assert index.replicas(key) == {
+            name: "ssd" if key in on_ssd[name] else "dram" for name, held in model.items() if key in held
+        }
     assert len(index) == len(set().union(*model.values()))
 
 

@@ -37,14 +37,22 @@ def info(name: str, epoch: int = 1, num_slots: int = 1000) -> NodeInfo:
 
 
 def announce(
-    state: DirectoryState, name: str, sequence: int, added=(), removed=(), epoch: int = 1, now: float = 0.0
+    state: DirectoryState,
+    name: str,
+    sequence: int,
+    added=(),
+    removed=(),
+    on_ssd=(),
+    epoch: int = 1,
+    now: float = 0.0,
 ) -> bool:
-    return state.announce(Announce(name, epoch, sequence, list(added), list(removed), 0), now)
+    news = Announce(name, epoch, sequence, list(added), list(removed), 0, list(on_ssd))
+    return state.announce(news, now)
 
 
 def holders(state: DirectoryState, *numbers: int) -> list[set[str]]:
     reply = state.lookup(keys(*numbers))
-    return [{reply.nodes[i].name for i in some} for some in reply.holders]
+    return [{reply.nodes[replica.node].name for replica in some} for some in reply.holders]
 
 
 def test_lookup_names_every_holder():
@@ -56,6 +64,20 @@ def test_lookup_names_every_holder():
     assert holders(state, 1, 2, 3, 4) == [{"a"}, {"a", "b"}, {"b"}, set()]
     assert announce(state, "a", 2, keys(4), keys(2))
     assert holders(state, 1, 2, 3, 4) == [{"a"}, {"b"}, {"b"}, {"a"}]
+
+
+def test_lookup_names_the_tier_and_both_tiers_bound_what_a_node_may_hold():
+    state = DirectoryState(3.0)
+    state.register(msgspec.structs.replace(info("a", num_slots=2), num_ssd_slots=1), 0.0)
+    assert announce(state, "a", 1, keys(1, 2), on_ssd=keys(3))
+    tiers = [[replica.tier for replica in some] for some in state.lookup(keys(1, 2, 3, 4)).holders]
+    assert tiers == [["dram"], ["dram"], ["ssd"], []]
+    with pytest.raises(InvalidError, match="more keys than its 3 slots"):
+        announce(state, "a", 2, on_ssd=keys(4))
+    with pytest.raises(InvalidError, match="twice"):
+        announce(state, "a", 2, added=keys(3), on_ssd=keys(3))
+    assert announce(state, "a", 2, added=keys(3), removed=keys(1), on_ssd=keys(2))
+    assert [some[0].tier for some in state.lookup(keys(2, 3)).holders] == ["ssd", "dram"]
 
 
 def test_a_silent_node_is_forgotten_with_its_keys():
@@ -104,7 +126,7 @@ def test_bad_announcements_are_refused_whole():
     state.register(info("a", num_slots=2), 0.0)
     with pytest.raises(InvalidError, match="more keys than its 2 slots"):
         announce(state, "a", 1, keys(1, 2, 3))
-    with pytest.raises(InvalidError, match="both added and removed"):
+    with pytest.raises(InvalidError, match="twice"):
         announce(state, "a", 1, keys(1), keys(1))
     assert holders(state, 1) == [set()]
     assert announce(state, "a", 1, keys(1, 2))
@@ -154,6 +176,10 @@ def follow(state: DirectoryState, replica: ReplicaState, epoch: int = 7) -> list
     return changes + replica.apply(WatchBatch(epoch, state.log.sequence, "last", []))
 
 
+def batched(numbers: list[int]) -> list[list[int]]:
+    return [numbers[:2], numbers[2:4], numbers[4:]]
+
+
 def test_a_replica_follows_through_joins_gaps_and_a_new_directory():
     rng = random.Random(3)
     replica, heard = ReplicaState(), ReplicaState()
@@ -171,8 +197,8 @@ def test_a_replica_follows_through_joins_gaps_and_a_new_directory():
             state.leave(NodeId(name, sequences.pop(name)[0]))
         else:
             node_epoch, sequence = sequences[name]
-            some = rng.sample(range(30), 6)
-            assert announce(state, name, sequence + 1, keys(*some[:4]), keys(*some[4:]), epoch=node_epoch)
+            added, removed, on_ssd = (keys(*part) for part in batched(rng.sample(range(30), 6)))
+            assert announce(state, name, sequence + 1, added, removed, on_ssd, epoch=node_epoch)
             sequences[name] = (node_epoch, sequence + 1)
         if rng.random() < 0.3:
             while True:
@@ -182,9 +208,9 @@ def test_a_replica_follows_through_joins_gaps_and_a_new_directory():
                 if replica.position.sequence == state.log.sequence and replica.position.epoch == epoch:
                     break
             everything = keys(*range(30))
-            expected = holders(state, *range(30))
+            expected = [state._index.replicas(key) for key in everything]
             for mirror in (replica, heard):
-                assert [set(mirror.index.holders(key)) for key in everything] == expected
+                assert [mirror.index.replicas(key) for key in everything] == expected
                 assert mirror.nodes == {load.info.name: load.info for load in state.nodes()}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import glob
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,6 +69,102 @@ def make_shared(nothing_leaks: None) -> Iterator[Callable[[str, int], SharedBuff
     yield make
     for buffer in buffers:
         buffer.close()
+
+
+class Relay:
+    """A NIC that can be frozen, cut and restored: forwards what arrives at its own address to `target`."""
+
+    def __init__(self, target: tuple[str, int], host: str):
+        self._target = target
+        self._flows = threading.Event()
+        self._flows.set()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.num_accepted = 0
+        self.nbytes = 0
+        self._listener = self._listen((host, 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._accept_from(self._listener)
+
+    @staticmethod
+    def _listen(address: tuple[str, int]) -> socket.socket:
+        return socket.create_server(address, backlog=64)
+
+    def _accept_from(self, listener: socket.socket) -> None:
+        self._start(self._accept, listener)
+
+    def _start(self, run: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=run, args=arguments)
+        with self._lock:
+            self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    near, _ = listener.accept()
+                except OSError:
+                    return
+                far = socket.create_connection(self._target)
+                with self._lock:
+                    self.num_accepted += 1
+                    self._pairs.append((near, far))
+                self._start(self._forward, near, far)
+                self._start(self._forward, far, near)
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while self._flows.wait() and (part := source.recv(1 << 16)):
+                self._flows.wait()
+                sink.sendall(part)
+                with self._lock:
+                    self.nbytes += len(part)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def freeze(self) -> None:
+        """Holds back all bytes, and greets nobody."""
+        self._flows.clear()
+
+    def thaw(self) -> None:
+        self._flows.set()
+
+    def cut(self) -> None:
+        """Ends every connection; nobody listens any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._flows.set()
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+            threads, self._threads = self._threads, []
+        for sock in (sock for pair in pairs for sock in pair):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for sock in (sock for pair in pairs for sock in pair):
+            sock.close()
+
+    def restore(self) -> None:
+        self._listener = self._listen(self.address)
+        self._accept_from(self._listener)
+
+
+@pytest.fixture
+def make_relay(nothing_leaks: None) -> Iterator[Callable[..., Relay]]:
+    """`make_relay(target address, host="127.0.0.1")`."""
+    relays: list[Relay] = []
+
+    def make(target: tuple[str, int], host: str = "127.0.0.1") -> Relay:
+        relays.append(Relay(target, host))
+        return relays[-1]
+
+    yield make
+    for relay in relays:
+        relay.cut()
 
 
 @dataclass

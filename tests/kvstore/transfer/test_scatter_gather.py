@@ -122,9 +122,8 @@ def test_requests_of_one_submit_for_several_targets_and_directions(make_engine, 
     for path, memory in memories.items():
         np.testing.assert_array_equal(sinks[path], memory[5:15])
         assert memory[90:].tobytes() == b"0123456789"
-    assert engine.counters() == {f"{path}_{way}": 10 for path in segments for way in ("read", "write")} | {
-        "failed": 0
-    }
+    used = {name: count for name, count in engine.counters().items() if count}
+    assert used == {f"{path}_{way}": 10 for path in segments for way in ("read", "write")}
 
 
 def test_concurrent_submitters_do_not_mix_their_bytes(make_pair):

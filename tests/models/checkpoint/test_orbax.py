@@ -91,7 +91,7 @@ assert len(spread.params["embed"].sharding.device_set) == 8
 assert spread.fingerprint == plain.fingerprint
 save_checkpoint(sys.argv[2], spread)
 def parallel(num):
-    return Mesh(jax.devices()[:num], ("model",))
+    return Mesh(jax.devices()[:num], ("tensor",))
 layouts = {
     "2 copies": (2, NamedSharding(parallel(2), P())),
     "4 copies": (4, NamedSharding(parallel(4), P())),
@@ -104,7 +104,7 @@ for name, (num, shardings) in layouts.items():
     assert again.fingerprint == plain.fingerprint, name
     wide = load_model(sys.argv[2], shardings=shardings, dtype="float32").params["layers"][0]["qkv"]
     np.testing.assert_array_equal(wide, plain.params["layers"][0]["qkv"].astype(np.float32))
-half = load_model(sys.argv[2], shardings=param_shardings(plain.cfg, parallel(2))).params["embed"]
+half = load_model(sys.argv[2], shardings=param_shardings(plain.cfg, parallel(2))).params["layers"][0]["qkv"]
 assert half.addressable_shards[0].data.shape[0] * 2 == half.shape[0]
 """
 

@@ -8,9 +8,9 @@ from kvstore.block import BlockFormat, chain_keys, root_key
 from kvstore.directory import PrefixIndex
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig, ScheduleConfig
-from mooncake_jax.conductor.decision_log import DecisionLog
+from mooncake_jax.conductor.decision_log import DecisionLog, replay
 from mooncake_jax.conductor.estimate import CostModel
-from mooncake_jax.messages import InstanceInfo, InstanceLoad, RequestEnd
+from mooncake_jax.messages import Fetched, InstanceInfo, InstanceLoad, RequestEnd
 from mooncake_jax.request import Instance, Placement, Request
 
 Z = 16
@@ -44,13 +44,14 @@ def make_info(name: str, role="prefill", epoch=1, **changes) -> InstanceInfo:
 
 def make_load(name: str, epoch=1, request_ids=(), **changes) -> InstanceLoad:
     idle = {"queued_tokens": 0, "used_slots": 0, "kv_tokens": 0, "tokens_per_second": 0.0}
-    return InstanceLoad(name, epoch, list(request_ids), **{**idle, **changes}, counters={})
+    fetches = [Fetched(*fetched) for fetched in changes.pop("fetches", ())]
+    return InstanceLoad(name, epoch, list(request_ids), **{**idle, **changes}, counters={}, fetches=fetches)
 
 
 class Cluster:
     """Instances p0, p1, … and d0, d1, … of one pool, and an index of what their nodes hold."""
 
-    def __init__(self, prefill=2, decode=2, schedule=None, **config):
+    def __init__(self, prefill=2, decode=2, schedule=None, instances=None, **config):
         schedule = schedule or ScheduleConfig(cost=COST)
         self.config = ConductorConfig(schedule=schedule, **config)
         self.log = DecisionLog(schedule, num_records=self.config.num_logged_decisions)
@@ -60,7 +61,7 @@ class Cluster:
         self._ids = itertools.count()
         self.names = [f"p{i}" for i in range(prefill)] + [f"d{i}" for i in range(decode)]
         for name in self.names:
-            self.register(name)
+            self.register(name, **(instances or {}))
 
     def register(self, name: str, **changes) -> None:
         role = "prefill" if name.startswith("p") else "decode"
@@ -76,20 +77,26 @@ class Cluster:
     def keys(self, tokens) -> list[bytes]:
         return chain_keys(root_key(FINGERPRINT), tokens, Z)
 
-    def hold(self, node: str, tokens) -> None:
-        self.index.add(node, self.keys(tokens))
+    def hold(self, node: str, tokens, tier="dram") -> None:
+        self.index.add(node, self.keys(tokens), tier)
 
     def place(self, tokens, max_tokens=16, request_id=None, avoid=()) -> Placement:
         request = Request(request_id or f"r{next(self._ids)}", list(tokens), max_tokens)
         keys = self.keys(tokens)
         held = self.index.lengths(keys)
-        return self.conductor.place(request, keys, held, avoid=avoid, now=self.now)
+        on_ssd = self.index.num_on_ssd(keys, held)
+        return self.conductor.place(request, keys, held, on_ssd=on_ssd, avoid=avoid, now=self.now)
 
     def end(self, request_id: str, phase="all", ok=True, seconds=0.0) -> None:
         self.conductor.end(RequestEnd(request_id, phase, ok, seconds), self.now)
 
     def queue_seconds(self) -> list[float]:
         return [max(0.0, until - self.now) for until in self.conductor.view.prefill.busy_until.tolist()]
+
+    def replays(self, config: ScheduleConfig) -> bool:
+        """Every decision comes out again, from the log and `config` alone."""
+        decided = list(replay(config, self.log.records()))
+        return bool(decided) and all(record.decision == decision for record, decision in decided)
 
     @property
     def open_books(self) -> dict[str, float]:

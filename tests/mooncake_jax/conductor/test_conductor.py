@@ -10,6 +10,7 @@ from mooncake_jax.conductor.config import ScheduleConfig
 from mooncake_jax.conductor.estimate import CostModel
 
 LONG = list(range(1600))  # 100 blocks
+SLOW_LINKS = CostModel(transfer_nbytes_per_second=1e6)
 
 
 def distinct(i: int, num_tokens=320) -> list[int]:
@@ -361,3 +362,25 @@ def test_a_rate_that_is_none_is_invalid(make_cluster, rate):
 def test_a_slot_of_no_requests_is_invalid(make_cluster):
     with pytest.raises(InvalidError, match="num_slots 0"):
         make_cluster().register("d9", num_slots=0)
+
+
+def test_of_equal_holders_the_one_with_the_blocks_in_dram_sends(make_cluster):
+    cluster = make_cluster(prefill=1, decode=1)
+    for node in ("a", "b"):
+        cluster.hold(node, LONG, "ssd" if node == "a" else "dram")
+    for _ in range(20):
+        placement = cluster.place(LONG)
+        assert placement.fetch_from == "b"
+        cluster.end(placement.request_id, ok=False)
+    cluster.index.forget("b")
+    slow = cluster.place(LONG)
+    assert slow.fetch_from == "a"
+    assert slow.ttft_forecast_seconds > placement.ttft_forecast_seconds
+
+
+def test_of_equal_holders_the_one_that_sends_least_sends(make_cluster):
+    cluster = make_cluster(prefill=2, decode=1, schedule=ScheduleConfig(cost=SLOW_LINKS))
+    for node in ("a", "b"):
+        cluster.hold(node, LONG)
+    used = {cluster.place(LONG, avoid=[avoid]).fetch_from for avoid in ("p0", "p1")}
+    assert used == {"a", "b"}

@@ -1,12 +1,10 @@
 """Estimators by hand, and the bounds of the online correction."""
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidError
 from mooncake_jax.conductor.estimate import FACTOR_BOUNDS, CostModel, busy_until, corrected
 
 
@@ -49,6 +47,10 @@ def test_a_queue_goes_on_from_its_report_booking_by_booking():
     assert busy_until(10.0, 2.0, []) == 12.0
     assert busy_until(10.0, 2.0, [(9.0, 1.0), (11.0, 1.0)]) == 14.0
     assert busy_until(10.0, 0.0, [(15.0, 1.0), (15.5, 1.0), (30.0, 1.0)]) == 31.0
+    assert (
+        busy_until(10.0, 0.0, [(10.1, 1.0), (10.2, 1.0)], served_at=11.0) == 13.0
+    )  # a third one before them
+    assert busy_until(10.0, 3.0, [(10.1, 1.0)], served_at=11.0) == 14.0
 
 
 times = st.floats(1e-6, 1e6)
@@ -67,16 +69,19 @@ def test_nothing_is_learnt_from_nothing(forecast, measured):
     assert corrected(2.0, forecast_seconds=forecast, measured_seconds=measured) == 2.0
 
 
-def test_a_model_is_loaded_from_json(tmp_path):
-    path = tmp_path / "cost.json"
-    model = CostModel(version=3, tbt_base_seconds=0.5)
-    path.write_bytes(msgspec.json.encode(model))
-    assert CostModel.load(path) == model
-    path.write_text('{"tbt_base_seconds": -1}')
-    with pytest.raises(InvalidError, match="tbt_base_seconds"):
-        CostModel.load(path)
-    path.write_text('{"tbt_base_secs": 1}')
-    with pytest.raises(InvalidError, match="tbt_base_secs"):
-        CostModel.load(path)
-    with pytest.raises(InvalidError, match="missing"):
-        CostModel.load(tmp_path / "missing.json")
+def test_a_queue_is_the_sum_of_what_is_known_and_a_rate_for_the_rest():
+    cost = CostModel(prefill_seconds_per_token=0.01)
+    booked = [(100, 3.0), (300, 5.0)]
+    assert cost.queue_seconds(400, 50.0, 1.0, booked) == pytest.approx(8.0)
+    assert cost.queue_seconds(100, 50.0, 1.0, booked) == pytest.approx(2.0)  # three quarters are done
+    assert cost.queue_seconds(500, 50.0, 1.0, booked) == pytest.approx(8.0 + 2.0)  # 100 of another Conductor
+    assert cost.queue_seconds(500, 0.0, 2.0, booked) == pytest.approx(8.0 + 2.0)
+    assert cost.queue_seconds(0, 50.0, 1.0, booked) == 0.0
+
+
+def test_a_slowed_model_computes_slower_and_moves_bytes_as_before():
+    cost = CostModel()
+    slow = cost.slowed(3.0)
+    assert slow.prefill_seconds(1000, 100.0) == pytest.approx(3 * cost.prefill_seconds(1000, 100.0))
+    assert slow.tbt_seconds(4, 1000) == pytest.approx(3 * cost.tbt_seconds(4, 1000))
+    assert slow.transfer_seconds(1e6) == cost.transfer_seconds(1e6)

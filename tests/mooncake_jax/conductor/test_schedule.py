@@ -2,13 +2,14 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mooncake_jax.conductor.config import ScheduleConfig
-from mooncake_jax.conductor.decision import Decision, PrefixLengths, RequestFeatures
+from mooncake_jax.conductor.decision import Decision, Link, PrefixLengths, RequestFeatures
 from mooncake_jax.conductor.estimate import CostModel
 from mooncake_jax.conductor.schedule import schedule
 from mooncake_jax.conductor.view import ClusterView, DecodeRow, PrefillRow
@@ -85,40 +86,80 @@ def ratio(best_len: int, prefix_len: int) -> float:
     return math.inf if best_len else 1.0
 
 
-def literal_algorithm1(view: ClusterView, r: RequestFeatures, match: PrefixLengths, config: ScheduleConfig):
-    """The paper's lines one by one; returns the lowest TTFT and what each instance would cost and fetch."""
-    cost, threshold = config.cost, config.balancing_threshold
-    usable = (r.num_tokens - 1) // r.block_tokens
-    best_len = min(match.best, usable)  # 3
-    ttft, chosen = math.inf, None  # 2
-    costs = {}
-    for slot, row in enumerate(view.prefill_rows()):  # 4
-        if not row.alive or row.max_tokens < r.num_tokens:
-            continue
-        if row.num_requests >= row.num_slots + config.max_waiting_prompts:
-            continue
-        own = min(int(match.local[slot]), usable)
-        transfers = ratio(best_len, own) > threshold and best_len > own  # 5
-        if transfers:
-            prefix_len = best_len  # 6
-            transfer_len = best_len - own  # 7
-            t_transfer = cost.transfer_seconds(float(transfer_len * r.block_nbytes))  # 8
-        else:
-            prefix_len, t_transfer = own, 0.0  # 10, 11
-        t_queue = max(row.busy_until - NOW, 0.0)  # 12
-        p = prefix_len * r.block_tokens
-        n = r.num_tokens - p
-        t_prefill = row.factor * (  # 13
+class Instance:
+    """One prefill instance as the paper's lines name it."""
+
+    def __init__(
+        self, slot: int, row: PrefillRow, prefix_len: int, match: PrefixLengths, config: ScheduleConfig
+    ):
+        self.slot, self.row, self.prefix_len, self.config = slot, row, prefix_len, config
+        per_instance = [np.broadcast_to(part, match.local.shape)[slot] for part in match.link or ()]
+        self.start_seconds, self.seconds_per_nbyte = per_instance or [
+            config.cost.transfer_base_seconds,
+            1 / config.cost.transfer_nbytes_per_second,
+        ]
+
+    def transfer_time(self, nbytes: float) -> float:
+        return self.start_seconds + nbytes * self.seconds_per_nbyte
+
+    def queue_time(self) -> float:
+        return max(self.row.busy_until - NOW, 0.0)
+
+    def prefill_time(self, num_tokens: int, p: int) -> float:
+        cost, n = self.config.cost, num_tokens - p
+        return self.row.factor * (
             cost.prefill_base_seconds
             + cost.prefill_seconds_per_token * n
             + cost.prefill_seconds_per_pair * (n * p + n * n / 2)
             + cost.prefill_seconds_per_prefix_token * p
         )
-        total = t_transfer + t_queue + t_prefill
-        costs[slot] = (total, best_len if transfers else 0)
-        if ttft > total:  # 14
-            ttft, chosen = total, slot  # 15, 16
-    return ttft, chosen, costs
+
+
+def literal_algorithm1(view: ClusterView, r: RequestFeatures, match: PrefixLengths, config: ScheduleConfig):
+    """The paper's lines one by one; returns the lowest TTFT and what each instance would cost and fetch."""
+    usable = (r.num_tokens - 1) // r.block_tokens
+    instances = [
+        Instance(slot, row, min(int(match.local[slot]), usable), match, config)
+        for slot, row in enumerate(view.prefill_rows())
+        if row.alive
+        and row.max_tokens >= r.num_tokens
+        and row.num_requests < row.num_slots + config.max_waiting_prompts
+    ]
+    ttft, p = math.inf, None  # 2
+    best_len = min(match.best, usable)  # 3
+    costs = {}
+    for instance in instances:  # 4
+        fetches = (
+            ratio(best_len, instance.prefix_len) > config.balancing_threshold
+            and best_len > instance.prefix_len
+        )
+        if fetches:  # 5
+            prefix_len = best_len  # 6
+            transfer_len = best_len - instance.prefix_len  # 7
+            t_transfer = instance.transfer_time(float(transfer_len * r.block_nbytes))  # 8
+        else:
+            prefix_len = instance.prefix_len  # 10
+            t_transfer = 0.0  # 11
+        t_queue = instance.queue_time()  # 12
+        t_prefill = instance.prefill_time(r.num_tokens, prefix_len * r.block_tokens)  # 13
+        costs[instance.slot] = (t_transfer + t_queue + t_prefill, best_len if fetches else 0)
+        if ttft > t_transfer + t_queue + t_prefill:  # 14
+            ttft = t_transfer + t_queue + t_prefill  # 15
+            p = instance.slot  # 16
+    return ttft, p, costs
+
+
+def literal_cheapest(view: ClusterView, r: RequestFeatures, match: PrefixLengths, config: ScheduleConfig):
+    """`global_cost`: per instance the cheaper of the two ways, whatever the threshold."""
+    never = msgspec.structs.replace(config, balancing_threshold=math.inf)
+    always = msgspec.structs.replace(config, balancing_threshold=0.0)
+    recomputed, fetched = (literal_algorithm1(view, r, match, c)[2] for c in (never, always))
+    costs = {
+        slot: fetched[slot] if fetched[slot][0] < recomputed[slot][0] else recomputed[slot]
+        for slot in recomputed
+    }
+    slot = min(costs, key=lambda slot: costs[slot][0], default=None)
+    return (math.inf if slot is None else costs[slot][0]), slot, costs
 
 
 def literal_decode(view: ClusterView, r: RequestFeatures, config: ScheduleConfig):
@@ -132,6 +173,7 @@ def literal_decode(view: ClusterView, r: RequestFeatures, config: ScheduleConfig
             continue
         batch = min(row.num_requests + 1, row.num_slots)
         tbt = config.cost.tbt_seconds(float(batch), float(row.kv_tokens + r.num_tokens))
+        tbt *= row.factor
         loads[slot] = (tbt * max(1.0, (row.num_requests + 1) / row.num_slots), tbt)
     return loads
 
@@ -153,9 +195,11 @@ decodes = st.builds(
     num_requests=st.integers(0, 9),
     kv_tokens=st.integers(0, 16384),
     committed_tokens=st.integers(0, 32768),
+    factor=st.sampled_from([0.5, 1.0, 4.0]),
 )
 configs = st.builds(
     ScheduleConfig,
+    policy=st.sampled_from(["global", "global_cost"]),
     balancing_threshold=st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 10.0, math.inf]),
     ttft_slo_seconds=st.sampled_from([0.0, 0.5, 3.0]),
     tbt_slo_seconds=st.sampled_from([0.0, 0.03, 0.1]),
@@ -176,7 +220,11 @@ def problems(draw):
     local = draw(st.lists(st.integers(0, 30), min_size=len(rows), max_size=len(rows)))
     best = max([*local, draw(st.integers(0, 30))])
     view = cluster(rows, draw(st.lists(decodes, max_size=8)))
-    return view, PrefixLengths(np.array(local, np.int64), best, "n" if best else "")
+    rates = draw(st.lists(st.sampled_from([1e-9, 1e-5]), min_size=len(rows), max_size=len(rows)))
+    link = draw(
+        st.sampled_from([None, Link(0.1, 1e-6), Link(0.0, np.array(rates)), Link(np.array(rates), 0.0)])
+    )
+    return view, PrefixLengths(np.array(local, np.int64), best, "n" if best else "", link)
 
 
 @settings(max_examples=150, deadline=None)
@@ -190,7 +238,8 @@ def test_equals_the_literal_algorithm(problem, num_tokens, config, draws):
     view, match = problem
     r = request(num_tokens=num_tokens)
     got = schedule(view, r, match, config, now=NOW, draws=draws)
-    ttft, chosen, costs = literal_algorithm1(view, r, match, config)
+    literal = literal_algorithm1 if config.policy == "global" else literal_cheapest
+    ttft, chosen, costs = literal(view, r, match, config)
     loads = literal_decode(view, r, config)
 
     if chosen is None or not loads:
@@ -207,7 +256,7 @@ def test_equals_the_literal_algorithm(problem, num_tokens, config, draws):
         total, fetched = costs[got.prefill]
         assert total == pytest.approx(ttft)
         assert got.ttft_seconds == pytest.approx(ttft)
-        assert got.fetch_blocks == fetched
+        assert got.fetch_blocks == fetched or config.policy == "global_cost"  # ways of equal cost
         assert got.local_blocks == min(match.local[got.prefill], (num_tokens - 1) // Z)
         assert got.tbt_seconds == pytest.approx(best_decodes[got.decode])
         assert not 0 < config.tbt_slo_seconds < got.tbt_seconds
@@ -401,11 +450,41 @@ def test_policies_of_figure_5():
     assert decide(view, request(), match, policy="global").prefill == 1
     assert decide(view, request(), match, policy="global").fetch_blocks == 15
     assert decide(view, request(), match, policy="local").prefill == 0
-    assert decide(view, request(), match, policy="load_balance").prefill == 2
+    assert decide(view, request(), match, policy="load").prefill == 2
+    assert decide(view, request(), match, policy="load_seconds").prefill == 1
     drawn = [decide(view, request(), match, (i / 30, 0.0), policy="random").prefill for i in range(30)]
     assert [drawn.count(slot) for slot in range(3)] == [10, 10, 10]
-    for policy in ("local", "load_balance", "random"):
+    for policy in ("local", "load", "load_seconds", "random"):
         assert decide(view, request(), match, policy=policy).fetch_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "nbytes_per_second", "fetches"),
+    [
+        (9, 1e6, True),  # 6 blocks: 6 ms to fetch, 96 ms to compute
+        (9, 62_600.0, True),  # 95.8 ms
+        (9, 62_400.0, False),  # 96.2 ms
+        (0, 62_400.0, False),  # the ratio is infinite, and still recomputing is faster
+        (14, 1e6, True),  # the ratio is below 2, and still fetching is faster
+        (15, 1e6, False),
+        (17, 1e6, False),
+    ],
+)
+def test_global_cost_fetches_where_that_is_faster(own, nbytes_per_second, fetches):
+    view = cluster([prefill_row()], [decode_row()])
+    match = PrefixLengths(np.array([own]), 15, "x", Link(0.0, 1 / nbytes_per_second))
+    got = decide(view, request(), match, policy="global_cost", balancing_threshold=2.0)
+    assert got.fetch_blocks == (15 if fetches else 0)
+
+
+def test_a_busy_sender_and_a_slow_pair_make_others_better():
+    view = cluster([prefill_row(), prefill_row(), prefill_row()], [decode_row()])
+    slow_pair = Link(0.0, np.array([1e-3, 1e-6, 1e-3]))
+    match = PrefixLengths(np.array([0, 0, 0]), 15, "x", slow_pair)
+    assert [decide(view, request(), match, (i / 9, 0.0)).prefill for i in range(9)] == [1] * 9
+    busy = match._replace(link=Link(9.0, 1e-6))
+    assert decide(view, request(), busy).transfer_seconds == pytest.approx(9.015)
+    assert decide(view, request(), busy, policy="global_cost").fetch_blocks == 0
 
 
 @example(num_prefix=0)

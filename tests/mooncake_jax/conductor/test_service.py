@@ -1,22 +1,26 @@
 """The Conductor over real gRPC: typed errors, the watch stream, silence, and many callers at once."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from kvstore.directory import Directory, DirectoryReplica
-from kvstore.errors import InvalidError, RefusedError, StaleError, UnavailableError
+from kvstore.errors import InvalidError, NotFoundError, RefusedError, StaleError, UnavailableError
 from kvstore.messages import DIRECTORY, Announce, NodeId, NodeInfo
 from kvstore.rpc import Empty, Server, Stub
 from kvstore.transfer.segment import Peer, Segment
 from mooncake_jax.conductor.config import ConductorConfig, ScheduleConfig
 from mooncake_jax.conductor.decision_log import read_decision_log, replay
 from mooncake_jax.conductor.service import ConductorService
-from mooncake_jax.messages import CONDUCTOR, PlaceRequest, RequestEnd
+from mooncake_jax.messages import CONDUCTOR, ExplainRequest, PlaceRequest, RequestEnd
 from mooncake_jax.request import Request
 
+ROOT = Path(__file__).parents[3]
 DEADLINE_SECONDS = 20.0
 
 
@@ -86,6 +90,24 @@ def test_a_request_from_placement_to_end(serve, pair, instance_load):
         "decode_instances": 1,
     }
     assert [record.request_id for record in service.decisions()] == ["r", "other tenant"]
+
+
+def test_a_decision_is_explained_over_the_wire_and_by_the_command(serve, pair):
+    stub, _ = serve(ConductorConfig(heartbeat_seconds=1000.0))
+    for info in pair:
+        stub.register(info)
+    place(stub)
+    explanation = stub.explain(ExplainRequest("r"))
+    assert (explanation.outcome, explanation.prefill[0].verdict) == ("placed", "chosen")
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        stub.explain(ExplainRequest("nobody"))
+    command = [sys.executable, "-m", "launch.conductor_ctl", f"--conductor={stub.address}"]
+    shown = subprocess.run([*command, "explain", "r"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "r: placed, policy global" in shown.stdout
+    shown = subprocess.run([*command, "status"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "p0 " in shown.stdout
+    assert "bookings                             1" in shown.stdout
+    stub.end(RequestEnd("r", "all", False, 0.0))
 
 
 def test_errors_cross_the_wire_as_themselves(serve, pair, instance_info):

@@ -62,3 +62,24 @@ def test_plain_form_survives_json():
 def test_another_form_is_invalid(raw):
     with pytest.raises(InvalidError, match="cluster view"):
         ClusterView.from_dict(raw)
+
+
+def test_derived_columns_follow_rows_and_settings():
+    view, calls = ClusterView(), []
+
+    def derive(row, settings):
+        calls.append(row.name)
+        return (row.num_requests * settings[0], 1.0)
+
+    ten, two = [10], [2]
+    for slot, name in enumerate(("a", "b")):
+        view.put_prefill(slot, PrefillRow(name, True, 100, 1, slot + 1, 0.0, 1.0))
+    assert view.prefill.derived(derive, ten).tolist() == [[10.0, 20.0], [1.0, 1.0]]
+    view.put_prefill(1, PrefillRow("b", True, 100, 1, 5, 0.0, 1.0))
+    assert view.prefill.derived(derive, ten)[0].tolist() == [10.0, 50.0]
+    assert calls == ["a", "b", "b"]
+    assert view.prefill.derived(derive, ten)[0].tolist() == [10.0, 50.0]
+    assert calls == ["a", "b", "b"]
+    assert view.prefill.derived(derive, two)[0].tolist() == [2.0, 10.0]
+    view.put_prefill(2, PrefillRow("c", True, 100, 1, 7, 0.0, 1.0))
+    assert view.prefill.derived(derive, two)[0].tolist() == [2.0, 10.0, 14.0]

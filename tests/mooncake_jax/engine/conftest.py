@@ -20,6 +20,7 @@ SMALL = dataclasses.replace(
     tile_tokens_by_columns=16,
     attention_rows=4,
     prefill_key_tokens=(32, 32),
+    tail_key_tokens=32,
     decode_key_tokens=((32, 32),),
 )
 MAX_TOKENS = 112
@@ -31,6 +32,7 @@ class Pair(NamedTuple):
     params: llama.Params
     prefill: JaxPrefillEngine
     decode: JaxDecodeEngine
+    memory: np.ndarray  # of a store, attached to `prefill`
 
     def dense(self, tokens) -> np.ndarray:
         """Reference log probabilities `[S, V]` of a whole sequence."""
@@ -44,13 +46,22 @@ def _dense(cfg, params, tokens):
     return jax.nn.log_softmax(llama.dense_logits(cfg, params, tokens))
 
 
+def aligned_zeros(slots: int, nbytes: int) -> np.ndarray:
+    """uint8 `[slots, nbytes]` that begins at a page, as shared memory does."""
+    raw = np.zeros(slots * nbytes + 4096, np.uint8)
+    begin = -raw.ctypes.data % 4096
+    return raw[begin : begin + slots * nbytes].reshape(slots, nbytes)
+
+
 def build(dtype: str, params: llama.Params, decode_slots: int, num_devices: int) -> Pair:
     cfg = preset("tiny")
     how = {"dtype": dtype, "max_tokens": MAX_TOKENS, "fingerprint": b"tiny", "platform": SMALL}
     prefill = JaxPrefillEngine(cfg, params, num_slots=2, devices=jax.devices()[:num_devices], **how)
+    memory = aligned_zeros(9, prefill.format.nbytes)
+    prefill.attach(memory)
     decode = JaxDecodeEngine(cfg, params, num_slots=decode_slots, insert_blocks=2, **how)
     Monolith(prefill, decode).warm_up()
-    return Pair(cfg, dtype, params, prefill, decode)
+    return Pair(cfg, dtype, params, prefill, decode, memory)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ import pytest
 
 from models import draw as draws
 from mooncake_jax.engine.contract import BatchRows, GroupKV
+from mooncake_jax.engine.store_memory import StoreMemory
 from mooncake_jax.request import Sampling
 
 RNG = np.random.default_rng(0)
@@ -83,6 +84,65 @@ def test_a_loaded_prefix_gives_what_computing_it_gives(pair, prefix_blocks):
     np.testing.assert_allclose(tail, blocks[prefix_blocks:], atol=1e-4)
     assert redrawn.token == drawn.token
     assert redrawn.logprob == pytest.approx(drawn.logprob, abs=1e-4)
+
+
+def put(memory, form, blocks, places):
+    """Blocks into slots of a store, and a `load` of them where they lie."""
+    for place, block in zip(places, blocks, strict=False):
+        memory[place] = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+    held = memory.view(form.item_dtype).reshape(-1, *form.shape)
+
+    def load(group):
+        size = form.layers_per_group
+        return [held[place, group * size : (group + 1) * size] for place in places]
+
+    return load
+
+
+@pytest.mark.parametrize(("start", "length"), [(16, 17), (16, 32), (64, 75), (32, 40)])
+def test_a_short_tail_reads_its_prefix_where_the_store_keeps_it(pair, start, length):
+    engine = pair.prefill
+    blocks, drawn = compute(engine, 0, PROMPT[:length], sample=Sampling())
+    compute(engine, 1, PROMPT[::-1].copy())  # stale KV in the other slot
+    load = put(pair.memory, engine.format, blocks, [7, 2, 8, 1][: start // 16])
+    tail, redrawn = compute(engine, 1, PROMPT[:length], start=start, load=load, sample=Sampling())
+    np.testing.assert_allclose(tail, blocks[start // 16 :], atol=1e-4)
+    assert redrawn.token == drawn.token
+    assert redrawn.logprob == pytest.approx(drawn.logprob, abs=1e-4)
+    with pytest.raises(ValueError, match="which holds 0 tokens"):  # nothing was copied into the slot
+        engine.prefill(1, PROMPT[:16], start + 16)
+
+
+@pytest.mark.parametrize("sample", [None, Sampling()])
+def test_blocks_from_elsewhere_and_of_longer_prompts_are_copied(pair, sample):
+    """A block outside of the store's memory, and tiles that others follow."""
+    engine = pair.prefill
+    blocks, _ = compute(engine, 0, PROMPT)
+    load = put(pair.memory, engine.format, blocks, [3, 4])
+    if sample is not None:
+        inside, outside = load, loader(engine.format, blocks, 2)
+
+        def load(group):
+            return [inside(group)[0], outside(group)[1]]
+
+    tail, _ = compute(engine, 1, PROMPT[:48], start=32, load=load, sample=sample)
+    np.testing.assert_allclose(tail, blocks[2:3], atol=1e-4)
+    if sample is None:
+        _, drawn = compute(engine, 1, PROMPT[:64], start=48, sample=Sampling())
+        assert drawn.token == pair.dense(PROMPT[:64])[-1].argmax()
+
+
+def test_memory_of_another_kind_or_too_late_is_refused(pair):
+    with pytest.raises(RuntimeError, match="of 9 slots, got 8"):
+        pair.prefill.attach(pair.memory[:8])
+    form = pair.prefill.format
+    for memory in (
+        np.zeros((3, form.nbytes + 2), np.uint8),
+        np.zeros((3, form.nbytes // 2), np.uint16),
+        np.zeros((6, form.nbytes), np.uint8)[::2],
+    ):
+        with pytest.raises(ValueError, match=rf"expected contiguous uint8 \[slots, {form.nbytes}\]"):
+            StoreMemory(None, form, form.item_dtype, 8, memory)
 
 
 def test_kv_of_an_unfinished_block_is_zero_past_the_last_token(pair):

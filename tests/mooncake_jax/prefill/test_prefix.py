@@ -10,6 +10,7 @@ from kvstore import Client, Directory, Node, NodeConfig, chain_keys, root_key
 from kvstore.rpc import Server
 from kvstore.transfer import Faults, TransferEngine
 from mooncake_jax.prefill.fetch import PrefixLostError
+from mooncake_jax.prefill.fetch_times import FetchTimes
 from mooncake_jax.prefill.prefix import Prefix, Source, plan_sources
 from mooncake_jax.request import Instance, Placement
 
@@ -80,6 +81,7 @@ class Store:
         assert self.client.replica.wait_in_sync(10.0)
         self.blocks = np.random.default_rng(0).integers(0, 2**16, (8, *FORMAT.shape), FORMAT.item_dtype)
         self.progress = threading.Semaphore(0)
+        self.times = FetchTimes()
 
     def put(self, node: Node, blocks: range) -> None:
         with node.reserve([KEYS[i] for i in blocks], FORMAT.nbytes, FORMAT.group_nbytes) as slots:
@@ -90,7 +92,7 @@ class Store:
 
     def prefix(self, fetch_blocks: int, num_tokens: int = len(TOKENS)) -> Prefix:
         decided = placement(fetch_blocks, "other" if fetch_blocks else "")
-        return Prefix(self.home, self.client, FORMAT, decided, num_tokens, self.progress.release)
+        return Prefix(self.home, self.client, FORMAT, decided, num_tokens, self.progress.release, self.times)
 
     def ready(self, prefix: Prefix) -> Prefix:
         while not prefix.is_ready:
@@ -251,3 +253,15 @@ def test_close_ends_a_fetch_under_way(store):
     go.set()
     prefix.close()
     assert store.home.exists(KEYS) == [False] * 8
+
+
+def test_a_fetch_tells_how_long_its_bytes_took(store):
+    store.put(store.other, range(4))
+    prefix = store.ready(store.prefix(4))
+    assert prefix.begin() == 4
+    store.check_bytes(prefix)
+    prefix.close()
+    (fetched,) = store.times.take()
+    assert (fetched.node, fetched.nbytes) == ("other", 4 * FORMAT.nbytes)
+    assert 0.0 < fetched.seconds < 60.0
+    assert store.times.take() == []

@@ -14,6 +14,7 @@ from kvstore.transfer import READ, TransferError, TransferRequest
 from kvstore.transfer.registry import Registry
 from kvstore.transfer.segment import Peer, Segment
 from kvstore.transfer.transport import wire
+from kvstore.transfer.transport.copies import Copies
 from kvstore.transfer.transport.tcp_server import TcpServer, listen
 
 EPOCH = 77
@@ -31,7 +32,7 @@ def dial(registry, nothing_leaks):
     """Opens raw connections to a server, greeted unless told otherwise."""
     listener = listen("127.0.0.1", 0)
     address = listener.getsockname()
-    server = TcpServer(listener, EPOCH, registry, None, max_sessions=4)
+    server = TcpServer(listener, EPOCH, registry, None, Copies(), max_sessions=4)
     sockets = []
 
     def dial(greeted=True):
@@ -86,7 +87,10 @@ def test_the_wire_format_byte_by_byte(dial, registry):
     """What docs and other implementations may rely on."""
     sock = dial()
     sock.sendall(
-        bytes.fromhex("4d52464d 02 00 0100 02000000 30750000 0300000000000000 2a00000000000000") + b"m"
+        bytes.fromhex(
+            "4d52464d 02 00 0100 02000000 30750000 0300000000000000 2a00000000000000 0000000000000000"
+        )
+        + b"m"
     )
     sock.sendall(struct.pack("<4Q", 1, 2, 9, 1) + b"abc")
     assert read(sock, 8) == bytes.fromhex("414e535200000000")
@@ -116,16 +120,16 @@ MAGIC = wire.FRAME_MAGIC
 @pytest.mark.parametrize(
     "header",
     [
-        (MAGIC ^ 1, 1, 0, 1, 1, 3_600_000, 1, 0),
-        (MAGIC, 0, 0, 1, 1, 3_600_000, 1, 0),
-        (MAGIC, 3, 0, 1, 1, 3_600_000, 1, 0),
-        (MAGIC, 1, 0, 0, 1, 3_600_000, 1, 0),
-        (MAGIC, 1, 0, 2001, 1, 3_600_000, 1, 0),
-        (MAGIC, 1, 0, 1, 0, 3_600_000, 1, 0),
-        (MAGIC, 1, 0, 1, 1025, 3_600_000, 1, 0),
-        (MAGIC, 1, 0, 1, 2**32 - 1, 3_600_000, 1, 0),
-        (MAGIC, 2, 0, 1, 1, 3_600_000, (16 << 20) + 1, 0),
-        (MAGIC, 2, 0, 1, 1, 3_600_000, 2**64 - 1, 0),
+        (MAGIC ^ 1, 1, 0, 1, 1, 3_600_000, 1, 0, 0),
+        (MAGIC, 0, 0, 1, 1, 3_600_000, 1, 0, 0),
+        (MAGIC, 3, 0, 1, 1, 3_600_000, 1, 0, 0),
+        (MAGIC, 1, 0, 0, 1, 3_600_000, 1, 0, 0),
+        (MAGIC, 1, 0, 2001, 1, 3_600_000, 1, 0, 0),
+        (MAGIC, 1, 0, 1, 0, 3_600_000, 1, 0, 0),
+        (MAGIC, 1, 0, 1, 1025, 3_600_000, 1, 0, 0),
+        (MAGIC, 1, 0, 1, 2**32 - 1, 3_600_000, 1, 0, 0),
+        (MAGIC, 2, 0, 1, 1, 3_600_000, (16 << 20) + 1, 0, 0),
+        (MAGIC, 2, 0, 1, 1, 3_600_000, 2**64 - 1, 0, 0),
     ],
 )
 def test_headers_out_of_limits_end_the_connection_before_anything_is_allocated(dial, header):
@@ -151,7 +155,7 @@ def test_tables_out_of_bounds_are_refused_before_a_byte_moves(dial, registry, op
     sock = dial()
     table = struct.pack("<4Q", 0, 4, *piece)
     sock.sendall(
-        wire.FRAME.pack(MAGIC, opcode, 0, 1, 2, 30_000, 6, 0)
+        wire.FRAME.pack(MAGIC, opcode, 0, 1, 2, 30_000, 6, 0, 0)
         + b"m"
         + table
         + (b"xxxxxx" if opcode == 2 else b"")
@@ -176,7 +180,7 @@ def test_a_table_that_does_not_sum_to_the_payload_ends_the_connection(dial, regi
 
 def test_a_name_that_is_not_utf8_is_unknown(dial):
     sock = dial()
-    sock.sendall(wire.FRAME.pack(MAGIC, 1, 0, 2, 1, 30_000, 1, 0) + b"\xff\xfe" + struct.pack("<2Q", 0, 1))
+    sock.sendall(wire.FRAME.pack(MAGIC, 1, 0, 2, 1, 30_000, 1, 0, 0) + b"\xff\xfe" + struct.pack("<2Q", 0, 1))
     status, reason = answer(sock)
     assert status == wire.REFUSED
     assert "unknown segment" in reason

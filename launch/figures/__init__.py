@@ -1,0 +1,1 @@
+"""The paper's figures: runs of simulated clusters, expectations and verdicts, tables, CSV and PNG files."""

@@ -1,0 +1,1 @@
+"""What `launch.replay` is made of: prompts of a trace, targets to send them to, what came back."""
