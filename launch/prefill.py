@@ -48,6 +48,10 @@ def build(stack: ExitStack) -> tuple[str, str]:
 
 
 def _engine() -> PrefillEngine:
+    if CHUNK.value and not MESH.value:
+        raise UsageError("--chunk is for the pipeline of --mesh, which is not given")
+    if MESH.value and FLAGS.engine == "emulated":
+        raise UsageError("--mesh is for real devices: an emulated engine has none")
     if FLAGS.engine == "emulated":
         from mooncake_jax.engine.emulated import EmulatedPrefillEngine
 

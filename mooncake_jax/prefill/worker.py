@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 
-from kvstore.errors import ExhaustedError, InternalError, StoreError, UnavailableError
+from kvstore.errors import ExhaustedError, InternalError, InvalidError, StoreError, UnavailableError
 from mooncake_jax.engine.contract import PrefillEngine, PromptScores, Sampled
 from mooncake_jax.prefill.config import PrefillConfig
 from mooncake_jax.prefill.discipline import choose, next_tile
@@ -145,12 +145,13 @@ class PrefillWorker:
             self._begin_again(job, str(error))
         except StoreError as error:
             self._end(job, error)
+        except ValueError as error:  # the engine refused it before anything ran
+            self._end(job, InvalidError(f"prefill engine: {error}"))
         except Exception as error:
             log.exception("request %s failed in the prefill engine", job.request.request_id)
             self._end(job, InternalError(f"prefill engine: {type(error).__name__}: {error}"))
-            if not isinstance(error, ValueError):  # refused before anything ran; else all slots may be lost
-                for other in [other for other in self.jobs() if other.slot is not None]:
-                    self._begin_again(other, "another request broke the engine's step")
+            for other in [other for other in self.jobs() if other.slot is not None]:  # all may be lost
+                self._begin_again(other, "another request broke the engine's step")
         else:
             if first_token is not None:
                 self._end(job, first_token)
