@@ -72,6 +72,11 @@ class RemoteLease:
         """Bytes that one crc32 of a leased object covers."""
         return self._block(index).part_nbytes
 
+    def crcs(self, index: int, part_nbytes: int) -> Sequence[int] | None:
+        """crc32 of each part of a leased object; None where its parts have another size."""
+        block = self._block(index)
+        return block.crcs if block.part_nbytes == part_nbytes else None
+
     def namespace(self, index: int) -> str:
         """That of a leased object."""
         return self._block(index).namespace

@@ -17,16 +17,20 @@ class Checksummer:
 
     def __init__(self, store: SlotStore, name: str):
         self._store = store
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=f"crc-{name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Leave what is not done."""
+        self._stopped = True
         self._store.unchecked.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (block := self._store.unchecked.get()) is not None:
+            if self._stopped:
+                return
             try:
                 if block.crcs is None and self._store.is_current(block):
                     crcs = part_crcs(self._store.view(block), block.part_nbytes)

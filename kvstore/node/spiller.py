@@ -70,7 +70,9 @@ class Spiller:
         if not blocks:
             return False
         written = [(block, self._write(block)) for block in blocks]
-        self._ssd.sync()
+        if not self._ssd.sync():
+            self._ssd.discard([staged for _, staged in written if staged is not None])
+            written = [(block, None) for block in blocks]
         self._store.end_spill(written)
         return any(staged is not None for _, staged in written)
 

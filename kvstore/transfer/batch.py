@@ -89,7 +89,8 @@ class Frame:
     def _injected_faults(self, closed: threading.Event) -> None:
         if self.delay_seconds:
             left = self.deadline - time.monotonic()
-            closed.wait(max(0.0, min(self.delay_seconds, left)))
+            if closed.wait(max(0.0, min(self.delay_seconds, left))):
+                raise TransferError("the engine was closed")
             if self.delay_seconds > left:
                 raise OverdueError("injected fault: delayed beyond its deadline")
         if self.fail:

@@ -34,8 +34,9 @@ class Links:
 
     def learn(self, sender: str, receiver: str, *, nbytes: int, seconds: float, now: float) -> None:
         """`nbytes` from `sender` took `seconds` to arrive at `receiver`. Too little to tell is ignored."""
-        expected = self._cost.transfer_seconds(float(nbytes))
-        if nbytes <= 0 or not (0.0 < seconds < math.inf):
+        idle = self._cost.idle_link
+        expected = nbytes * idle.seconds_per_nbyte
+        if expected < idle.start_seconds or expected <= 0.0 or not (0.0 < seconds < math.inf):
             return
         ratio = min(max(seconds / expected, 1 / _BOUND), _BOUND)
         pairs = self._pairs.setdefault(sender, {})
@@ -84,4 +85,5 @@ class Links:
         """How long `nbytes` would take with nothing else in flight."""
         pair = self._pairs.get(sender, {}).get(receiver)
         ratio = math.exp(pair.log_ratio_at(now)) if pair else 1.0
-        return ratio * self._cost.transfer_seconds(float(nbytes))
+        idle = self._cost.idle_link
+        return float(idle.start_seconds + ratio * nbytes * idle.seconds_per_nbyte)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -117,6 +117,7 @@ class JaxPrefillEngine:
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._score = jax.jit(functools.partial(_score_rows, cfg, self._platform))
+        self._cache: list[list[jax.Array]] = []
         self._reset()
 
     @property
@@ -234,7 +235,8 @@ class JaxPrefillEngine:
             yield from self._steps_of(slot, tokens, start, load, sample, prompt, targets)
         finally:
             if load is not None:  # a call that was left early may still read what `load` gave
-                jax.block_until_ready(self._cache)
+                with self._guard():
+                    jax.block_until_ready(self._cache)
 
     def _steps_of(
         self,
@@ -326,6 +328,9 @@ class JaxPrefillEngine:
             raise RuntimeError(f"a step failed, and every slot is empty now: {error}") from error
 
     def _reset(self) -> None:
+        for pages in jax.tree.leaves(self._cache):  # steps under way read store memory
+            with suppress(Exception):
+                pages.block_until_ready()
         layers = range(self._cfg.layers_per_group)
         self._cache = [
             [self._empty() for _ in layers]  # memory of each device's own, touched

@@ -130,19 +130,19 @@ class Fetch:
                         self._changed.notify_all()
                     self._on_progress()
                 self._times.add(self._node_name, count * f.nbytes, time.monotonic() - began)
-                return self._keep(slots, buffers)
+                return self._keep(slots, buffers, [there.crcs(i, f.group_nbytes) for i in range(count)])
 
     def _buffer(self, slots: Reservation, index: int) -> memoryview:
         return slots.buffer(index) if slots.accepted[index] else np.empty(self._format.nbytes, np.uint8).data
 
-    def _keep(self, slots: Reservation, buffers: list[memoryview]) -> bool:
+    def _keep(self, slots: Reservation, buffers: list[memoryview], crcs: list[Sequence[int] | None]) -> bool:
         """Commits what has arrived and leases it at once; from now on it is read through the lease.
 
         False if a block was evicted in between: its bytes may be another's by now.
         """
         kept = [i for i, accepted in enumerate(slots.accepted) if accepted]
         for i in kept:
-            slots.commit(i)
+            slots.commit(i, crcs[i])
         self._lease = self._home.lease([self._keys[i] for i in kept])
         if not all(self._lease.held):
             return False

@@ -182,11 +182,16 @@ class PrefillJob:
         self._scores = []
         self.position = cached * f.block_tokens
         self._loads_prefix = cached > 0
-        self._stream = KVStream(
-            self._paths.transfer,
-            StagingLayout(f, f.num_blocks(len(self.tokens))),
-            staging=self._staging,
-            home=HomeCopy(home, f, self._keys[cached:], cached),
-            on_progress=self._on_progress,
-            again=again,
-        )
+        home_copy = HomeCopy(home, f, self._keys[cached:], cached)
+        try:
+            self._stream = KVStream(
+                self._paths.transfer,
+                StagingLayout(f, f.num_blocks(len(self.tokens))),
+                staging=self._staging,
+                home=home_copy,
+                on_progress=self._on_progress,
+                again=again,
+            )
+        except BaseException:
+            home_copy.close()
+            raise

@@ -79,12 +79,16 @@ class Prefix:
         self._places: dict[int, tuple[Fetch, int]] = {}  # block: its fetch and its index there
         self.num_blocks = 0  # in use, since `begin`
         held, holders = self._lease.held, client.replica.holders
-        for node, blocks in plan_sources(self._keys, held, placement, holders, home.name):
-            fetch = Fetch(
-                home, client, block_format, [self._keys[i] for i in blocks], node, on_progress, times
-            )
-            self._fetches.append(fetch)
-            self._places.update({block: (fetch, i) for i, block in enumerate(blocks)})
+        try:
+            for node, blocks in plan_sources(self._keys, held, placement, holders, home.name):
+                fetch = Fetch(
+                    home, client, block_format, [self._keys[i] for i in blocks], node, on_progress, times
+                )
+                self._fetches.append(fetch)
+                self._places.update({block: (fetch, i) for i, block in enumerate(blocks)})
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_ready(self) -> bool:

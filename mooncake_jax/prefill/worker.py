@@ -192,6 +192,9 @@ class PrefillWorker:
             job.begin_again()
         except StoreError as error:
             self._end(job, error)
+        except Exception as error:
+            log.exception("request %s cannot begin again", job.request.request_id)
+            self._end(job, InternalError(f"prefill: {type(error).__name__}: {error}"))
 
     def _end(self, job: PrefillJob, event: FirstToken | StoreError | None) -> None:
         with self._changed:

@@ -85,6 +85,8 @@ class SsdTier:
         self._changed = threading.Condition()  # guards everything below; notified when a reader leaves
         self._catalog = Catalog(num_slots)
         self._num_open = 0  # slots being written
+        self._staged: dict[int, int] = {}  # of those: what their records may take in the journal
+        self._staged_nbytes = 0
         self._num_readers = 0
         self._gone: list[bytes] = []
         self._counters: Counter[str] = Counter()
@@ -168,6 +170,8 @@ class SsdTier:
             if slot is None:
                 return None
             self._num_open += 1
+            self._staged[slot] = nbytes
+            self._staged_nbytes += nbytes
         try:
             _write_all(self._fd, data, slot * self._stride)
         except OSError as error:
@@ -177,14 +181,17 @@ class SsdTier:
             return None
         return Staged(msgspec.structs.replace(widest, slot=slot))
 
-    def sync(self) -> None:
-        """What was staged is on the device; it leaves the page cache, which would hold it a second time."""
+    def sync(self) -> bool:
+        """What was staged is on the device; it leaves the page cache, which would hold it a second time. False: it may not
+        be on the device, and is to be discarded."""
         try:
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             with self._changed:
                 self._rest(error)
+            return False
+        return True
 
     def publish(self, staged: Sequence[Staged]) -> None:
         """Name staged objects in the journal: from now on they are here."""
@@ -292,6 +299,7 @@ class SsdTier:
 
     def _make_room(self, record_nbytes: int) -> int | None:
         """A slot to write into, with room for its record. Objects give way, least recently used first."""
+        record_nbytes += self._staged_nbytes
         while not self._failed:
             if not self._journal.fits(record_nbytes) and self._journal.fits_compacted(record_nbytes):
                 with self._journal_guard():
@@ -316,6 +324,7 @@ class SsdTier:
         return True
 
     def _publish(self, put: Put) -> None:
+        self._unstage(put.slot)
         self._drop(put.key)
         raw = frame(put)
         try:
@@ -335,7 +344,11 @@ class SsdTier:
         self._counters["spilled"] += 1
         self._rest_seconds = _FIRST_REST_SECONDS
 
+    def _unstage(self, slot: int) -> None:
+        self._staged_nbytes -= self._staged.pop(slot, 0)
+
     def _give_back(self, slot: int) -> None:
+        self._unstage(slot)
         self._num_open -= 1
         self._catalog.give_back(slot)
 

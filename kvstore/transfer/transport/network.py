@@ -313,7 +313,7 @@ class NetworkPath:
         self._release(self._rail_of[endpoint], job)
 
     def _advance(self, rail: _Rail) -> None:
-        if self._starved and not rail.num_jobs:
+        if self._starved and (not rail.num_jobs or len(self._pool) < self._max_endpoints):
             starved, self._starved = self._starved, {}
             for route in starved:
                 self._pump(route)
