@@ -102,8 +102,11 @@ def test_least_recently_used_gives_way_also_after_a_restart(open_tier: Open):
 
 
 @pytest.mark.parametrize("num_parts", [1, 200])
-def test_disk_use_stays_under_the_cap_at_all_times(open_tier: Open, folder: Path, monkeypatch, num_parts):
-    """Also while the journal is compacted, when the old one and the new one are both there."""
+@pytest.mark.parametrize("batch", [1, 8])
+def test_disk_use_stays_under_the_cap_at_all_times(
+    open_tier: Open, folder: Path, monkeypatch, num_parts, batch
+):
+    """Also while the journal is compacted, when the old one and the new one are both there: it is never cut first."""
     peak = 0
     rename = os.rename
 
@@ -112,17 +115,25 @@ def test_disk_use_stays_under_the_cap_at_all_times(open_tier: Open, folder: Path
         peak = max(peak, used(folder))
         rename(*names)
 
+    def never(*_) -> None:
+        raise AssertionError("the journal was cut before its successor was there")
+
     monkeypatch.setattr(journal_file.os, "rename", watched)
-    cap, nbytes = 400_000, 4000
+    cap, nbytes, waiting = 400_000, 4000, []
     tier = open_tier(cap, 4096)
+    monkeypatch.setattr(journal_file.os, "ftruncate", never)
     for index, key in enumerate(keys(1500)):
         data = memoryview(content(key, nbytes))
         part = nbytes // num_parts
         staged = tier.stage(key, data, part, part_crcs(data, part))
         assert staged is not None
-        tier.publish([staged])
+        waiting.append(staged)
+        if len(waiting) == batch:
+            tier.publish(waiting)
+            waiting.clear()
         if index % 50 == 0:
             peak = max(peak, used(folder))
+    tier.publish(waiting)
     assert rename is not watched
     assert 100_000 < peak <= cap
     assert tier.stats()["ssd_failed"] == 0
