@@ -68,43 +68,49 @@ class UpstreamEngines:
 
     def register(self, view: memoryview) -> None:
         """Lets every device reach `view`, until `unregister` was called as often. Raises OSError."""
-        key = address_of(view), len(view)
         with self._lock:
-            self._users[key] = self._users.get(key, 0) + 1
-            if self._users[key] > 1 or not len(view):
-                return
-            for engine in self._engines:
-                if engine.register_memory(*key):
-                    raise OSError(f"the upstream engine cannot register {key[1]} bytes at {key[0]:#x}")
+            self._add((address_of(view), len(view)))
 
     def unregister(self, view: memoryview) -> None:
-        key = address_of(view), len(view)
         with self._lock:
-            self._users[key] -= 1
-            if self._users[key]:
-                return
-            del self._users[key]
-            for engine in self._engines if len(view) else ():
-                engine.unregister_memory(key[0])
+            self._drop((address_of(view), len(view)))
 
     @contextlib.contextmanager
     def hold(self, views: list[memoryview]) -> Iterator[None]:
-        """Local memory of a frame, registered meanwhile unless it lies in what is."""
-        held: list[memoryview] = []
+        """Local memory of a frame, which stays registered meanwhile: by what it lies in, or by itself."""
+        held: list[tuple[int, int]] = []
         try:
             for view in views:
-                if not self._covers(view):
-                    self.register(view)
-                    held.append(view)
+                with self._lock:
+                    key = self._around(view)
+                    self._add(key)
+                held.append(key)
             yield
         finally:
-            for view in held:
-                self.unregister(view)
+            with self._lock:
+                for key in held:
+                    self._drop(key)
 
-    def _covers(self, view: memoryview) -> bool:
-        start = address_of(view)
-        with self._lock:
-            return any(at <= start and start + len(view) <= at + nbytes for at, nbytes in self._users)
+    def _around(self, view: memoryview) -> tuple[int, int]:
+        """The registered memory in which `view` lies; itself if there is none."""
+        start, nbytes = address_of(view), len(view)
+        around = (key for key in self._users if key[0] <= start and start + nbytes <= sum(key))
+        return next(around, (start, nbytes))
+
+    def _add(self, key: tuple[int, int]) -> None:
+        if not self._users.get(key) and key[1]:
+            for engine in self._engines:
+                if engine.register_memory(*key):
+                    raise OSError(f"the upstream engine cannot register {key[1]} bytes at {key[0]:#x}")
+        self._users[key] = self._users.get(key, 0) + 1
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        self._users[key] -= 1
+        if self._users[key]:
+            return
+        del self._users[key]
+        for engine in self._engines if key[1] else ():
+            engine.unregister_memory(key[0])
 
     def move(self, place: int, session: tuple[str, int], frame: Frame) -> int:
         """Moves a frame with one engine; returns its status, 0 if all is well. Blocks until it has ended."""

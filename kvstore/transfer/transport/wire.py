@@ -183,12 +183,15 @@ class Channel:
     ) -> None:
         """Sends all of `buffers`, `nbytes` in total. Raises OverdueError or OSError."""
         quiet: _Quiet | None = None
+        paid = 0  # bytes that the pacer let pass and the kernel did not take yet
         while nbytes:
             window = buffers[:_IOV_MAX]
             if pacer is not None:
                 size = min(nbytes, pacer.chunk_nbytes)
                 window = head(window, size)
-                pacer.pause(size, deadline)
+                if size > paid:
+                    pacer.pause(size - paid, deadline)
+                    paid = size
             self._limit(socket.SO_SNDTIMEO, deadline)
             try:
                 sent = self._socket.sendmsg(window)
@@ -196,6 +199,7 @@ class Channel:
                 quiet = self._bear(quiet)
                 continue
             quiet = None
+            paid -= sent
             nbytes -= sent
             if nbytes:
                 buffers = advance(buffers, sent)
