@@ -46,7 +46,7 @@ def test_help_shows_the_command_and_every_flag(role):
         ("prefill", (*ENGINE, "--model=/nowhere"), "/nowhere"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--max_tokens=100000"), "512"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--chunk=64"), "--mesh"),
-        ("prefill", (*ENGINE, "--engine=emulated", "--cost_model=x", "--mesh=stage:2"), "real devices"),
+        ("prefill", (*ENGINE, "--model=preset:tiny", "--engine=emulated", "--mesh=stage:2"), "real devices"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--mesh=stage:3"), "do not divide over stage:3"),
         ("decode", (*ENGINE, "--model=preset:tiny", "--dtype=int4"), "int4"),
         ("decode", (*ENGINE, "--model=preset:tiny", "--cores=a,b"), "--cores"),
