@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import msgspec
-
+from kvstore.errors import InvalidError
 from launch.process import UsageError
+from mooncake_jax.trace import read_trace
 
 TRACE_FILE = "conversation_trace.jsonl"
 _NUM_PREFIXES = 8  # system prompts
@@ -17,37 +17,17 @@ _NUM_SESSIONS = 200  # open at a time
 _MORE_TURNS = 0.7  # how likely a conversation goes on
 
 
-class TraceError(UsageError):
-    """A trace that cannot be read; the message names the file and the line."""
-
-
-class _Line(msgspec.Struct):
-    hash_ids: list[int]
-
-
 def trace_file(path: Path) -> Path:
     """The conversation trace at `path`, a file or a folder that has it."""
     return path / TRACE_FILE if path.is_dir() else path
 
 
-def read_trace(path: Path, limit: int) -> list[list[int]]:
-    """The block ids of the first `limit` requests of a Mooncake trace (JSON lines with `hash_ids`).
-
-    Raises TraceError.
-    """
-    chains: list[list[int]] = []
+def traced(path: Path, limit: int) -> list[list[int]]:
+    """The block ids of the first `limit` requests of a trace. Raises UsageError, see `mooncake_jax.trace.read_trace`."""
     try:
-        with path.open("rb") as lines:
-            for number, line in zip(range(1, limit + 1), lines, strict=False):
-                try:
-                    chains.append(msgspec.json.decode(line, type=_Line).hash_ids)
-                except msgspec.MsgspecError as error:
-                    raise TraceError(f"{path}, line {number}: {error}") from error
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from error
-    if not chains:
-        raise TraceError(f"{path} has no lines")
-    return chains
+        return [request.hash_ids for request in read_trace(path, limit).requests]
+    except InvalidError as error:
+        raise UsageError(str(error)) from error
 
 
 def generate(num: int, seed: int = 0) -> list[list[int]]:

@@ -28,7 +28,7 @@ from kvstore.block import KEY_NBYTES, BlockFormat, chain_keys, root_key
 from kvstore.directory.index import PrefixIndex
 from launch.benchmarks.options import Options
 from launch.benchmarks.peers import DynamoPeer
-from launch.benchmarks.prompts import generate, read_trace
+from launch.benchmarks.prompts import generate, traced
 from launch.benchmarks.record import Row, measure
 from mooncake_jax.conductor.conductor import Conductor
 from mooncake_jax.conductor.config import ConductorConfig, ScheduleConfig
@@ -144,7 +144,7 @@ def schedule_rows(options: Options, load: Load, peer: DynamoPeer | None) -> list
 
 
 def _add_find_prefix(add: Callable[..., None], options: Options, load: Load, peer: DynamoPeer | None) -> None:
-    chains = read_trace(options.trace, load.num_prompts) if options.trace else generate(load.num_prompts)
+    chains = traced(options.trace, load.num_prompts) if options.trace else generate(load.num_prompts)
     index, keys = PrefixIndex(), [_keys(chain) for chain in chains]
     for i, chain in enumerate(keys):
         index.add(f"node-{i % NUM_FIND_NODES}", chain)

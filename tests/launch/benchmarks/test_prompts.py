@@ -2,30 +2,35 @@
 
 import pytest
 
-from launch.benchmarks.prompts import TRACE_FILE, TraceError, generate, read_trace, trace_file
+from launch.benchmarks.prompts import TRACE_FILE, generate, trace_file, traced
+from launch.process import UsageError
+
+
+def line(*ids, at=0):
+    return f'{{"timestamp": {at}, "input_length": {512 * len(ids)}, "output_length": 1, "hash_ids": {list(ids)}}}\n'
 
 
 def test_a_trace_is_read_up_to_the_limit(tmp_path):
     path = tmp_path / TRACE_FILE
-    path.write_text('{"timestamp": 0, "hash_ids": [0, 1]}\n{"hash_ids": [0]}\n{"hash_ids": [7]}\n')
-    assert read_trace(path, 2) == [[0, 1], [0]]
+    path.write_text(line(0, 1) + line(0) + line(7))
+    assert traced(path, 2) == [[0, 1], [0]]
     assert trace_file(tmp_path) == trace_file(path) == path
 
 
-@pytest.mark.parametrize("line", ["nonsense", '{"timestamp": 1}', '{"hash_ids": ["a"]}'])
-def test_a_bad_line_is_named(tmp_path, line):
+@pytest.mark.parametrize("bad", ["nonsense", '{"timestamp": 1}', line(1).replace("[1]", '["a"]').strip()])
+def test_a_bad_line_is_named(tmp_path, bad):
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"hash_ids": [1]}\n' + line + "\n")
-    with pytest.raises(TraceError, match=r"trace\.jsonl, line 2"):
-        read_trace(path, 10)
+    path.write_text(line(1) + bad + "\n")
+    with pytest.raises(UsageError, match=r"trace\.jsonl.*line 2"):
+        traced(path, 10)
 
 
 def test_an_empty_or_missing_trace_is_an_error(tmp_path):
     (tmp_path / "empty").touch()
-    with pytest.raises(TraceError, match="no lines"):
-        read_trace(tmp_path / "empty", 10)
-    with pytest.raises(TraceError, match="nowhere"):
-        read_trace(tmp_path / "nowhere", 10)
+    with pytest.raises(UsageError, match="no lines"):
+        traced(tmp_path / "empty", 10)
+    with pytest.raises(UsageError, match="nowhere"):
+        traced(tmp_path / "nowhere", 10)
 
 
 def test_generated_prompts_continue_earlier_ones():
