@@ -30,8 +30,6 @@ of fidelity. A row is not gated where the paper leaves open what decides it, or 
   interval (moved two rows of Figure 15 inside: TBT at 11P5D, and the fall at the ends);
 - Figure 9 counts every id of a trace; with full blocks only, the synthetic trace at 3 M tokens is outside (0.321 against
   the paper's 0.304, ±5 %);
-- Figure 11 has no row for whether hot keys of the synthetic trace have more replicas than cold ones, because the
-  paper's own values (5, 4, 5, 2) do not fall either;
 - waiting prompts are computed together (`discipline = batch`): one by one, global over local in Figure 5 is 0.976 against a
   gate of 0.96;
 - the gate of Figure 14's decode bars is the range read off the page, 3.5 to 4.5 s, not ±3 % of each bar (128k is off by
