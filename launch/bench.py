@@ -19,6 +19,7 @@ from absl import flags
 from launch.benchmarks.options import Options
 from launch.benchmarks.prompts import trace_file
 from launch.benchmarks.record import Machine, Suite
+from launch.huge_pages import use_huge_pages
 from launch.process import UsageError, run_main, stop_on_signals
 
 SUITES = ("engine", "transfer", "store", "schedule", "simulate")
@@ -65,4 +66,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_main(main)

@@ -20,6 +20,7 @@ from pathlib import Path
 from absl import flags
 
 from launch.flags import MODEL_HELP, define
+from launch.huge_pages import use_huge_pages
 from launch.local_cluster import Cluster, ClusterConfig
 from launch.model_cache import FetchError, cache_directory, smollm2_checkpoint
 from launch.process import UsageError, run_main, stoppable, wait_for_signal
@@ -51,6 +52,7 @@ def show_progress(name: str, address: str) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     define("dtype", "host", "port", "max_tokens", "dram_bytes", *EMULATION_FLAGS)
     POLICY = flags.DEFINE_enum("policy", "global", sorted(POLICIES), "As --policy of the Conductor.")
     MODEL = flags.DEFINE_string("model", "", f"{MODEL_HELP} If empty, SmolLM2-135M-Instruct, fetched.")

@@ -18,6 +18,7 @@ from launch.demonstration.check import check
 from launch.demonstration.client import Client, DemoError, Exchange
 from launch.demonstration.document import QUESTIONS, document
 from launch.demonstration.report import Outcome, show, write_summary
+from launch.huge_pages import use_huge_pages
 from launch.local_cluster import Cluster, ClusterConfig
 from launch.model_cache import FetchError, smollm2_checkpoint
 from launch.process import EXIT_FAILED, run_main, stoppable
@@ -97,4 +98,5 @@ def main(_: object) -> int:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_main(main)

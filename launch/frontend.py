@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from absl import flags
 
 from launch.flags import define, keep_compiled_programs, pin_to_cores
+from launch.huge_pages import use_huge_pages
 from launch.process import UsageError, run_role
 from mooncake_jax.frontend.app import build_app
 from mooncake_jax.frontend.backend import Backend
@@ -69,4 +70,5 @@ def _monolith() -> SoloEngine:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_role(build)
