@@ -94,6 +94,12 @@ class PrefixIndex(Generic[Key]):
     def num_keys(self, node: str) -> int:
         return len(self._held.get(node, ()))
 
+    def held(self, keys: Iterable[Key], *, but: str = "") -> list[bool]:
+        """Whether some node other than `but` holds each key."""
+        others = ~(1 << self._bits[but]) if but in self._bits else -1
+        get = self._masks.get
+        return [get(key, 0) & others != 0 for key in keys]
+
     def holders(self, key: Key) -> list[str]:
         """The nodes that hold `key`."""
         return self._nodes_of(self._masks.get(key, 0))

@@ -144,9 +144,10 @@ class SharedMemoryPath(Copier):
     @contextmanager
     def use(self, frame: Frame) -> Iterator[memoryview]:
         """Raises TransferError if the segment is not ours to map, or its owner has gone."""
-        yield self._memory(frame.target)
+        yield self.memory(frame.target)
 
-    def _memory(self, target: Segment) -> memoryview:
+    def memory(self, target: Segment) -> memoryview:
+        """The segment, mapped; the mapping lives as long as views of it. Raises TransferError as `use` does."""
         with self._lock:
             found = self._attachments.get(target.shm_path)
             if found is None:

@@ -103,3 +103,14 @@ def test_many_nodes():
     for number in range(200):
         index.add(f"n{number}", chain[: number // 2])
     assert (index.lengths(chain)) == {f"n{number}": number // 2 for number in range(2, 200)}
+
+
+def test_who_else_holds_a_key():
+    index = PrefixIndex()
+    index.add("a", CHAIN[:2])
+    index.add("b", CHAIN[1:3])
+    assert index.held(CHAIN[:4]) == [True, True, True, False]
+    assert index.held(CHAIN[:4], but="a") == [False, True, True, False]
+    assert index.held(CHAIN[:1], but="a stranger") == [True]
+    index.forget("b")
+    assert index.held(CHAIN[:4], but="a") == [False] * 4
