@@ -104,7 +104,8 @@ if __name__ == "__main__":
     def serve() -> None:
         config = cluster_config()
         print(f"starting; logs in {config.run_dir}", flush=True)
-        say_what_takes_long(config.compile_cache)
+        if flags.FLAGS.engine == "jax":
+            say_what_takes_long(config.compile_cache)
         with Cluster(config, show_progress) as cluster:
             taken = f" (port {config.port} is taken)" if f":{config.port}" not in cluster.url else ""
             print(f"{config.model_name} is served at {cluster.url}/v1{taken}; Ctrl-C ends it", flush=True)
