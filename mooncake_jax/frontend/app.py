@@ -30,6 +30,7 @@ from mooncake_jax.frontend.text import Delta, Tokenizer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Writer = completions.CompletionWriter | chat.ChatWriter
 Result = TypeVar("Result")
+BODY_SECONDS = 60.0  # that a client may take to send a body
 _MANY_TOKENS = 100  # with log probabilities: it takes milliseconds to write more
 METRICS = web.AppKey("metrics", Metrics)
 log = logging.getLogger(__name__)
@@ -151,7 +152,12 @@ class Frontend:
                 code="unsupported_media_type",
             )
         try:
-            return await http.read()
+            async with asyncio.timeout(BODY_SECONDS):
+                return await http.read()
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not come within {BODY_SECONDS:g} s", code="request_timeout"
+            ) from None
         except web.RequestPayloadError as error:
             raise invalid(f"the body could not be read: {error}", code="invalid_body") from None
 

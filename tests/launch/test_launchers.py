@@ -43,6 +43,7 @@ def test_help_shows_the_command_and_every_flag(role):
         ("kvstore", ("--name=x", "--directory=127.0.0.1:1", "--model=/nowhere"), "/nowhere"),
         ("kvstore_ctl", ("--directory=127.0.0.1:1", "--action=drain"), "--node"),
         ("frontend", ("--model=preset:tiny",), "--conductor"),
+        ("convert", ("--source=model.gguf",), "--target"),
         ("prefill", (*ENGINE, "--model=/nowhere"), "/nowhere"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--max_tokens=100000"), "512"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--chunk=64"), "--mesh"),

@@ -289,3 +289,19 @@ def test_a_huge_declared_length_is_refused_without_reading_it(client):
 def test_a_body_that_is_not_what_its_encoding_says(client):
     status, _, _ = client.post(COMPLETIONS, b"no gzip at all", **{"Content-Encoding": "gzip"})
     assert 400 <= status < 500
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(client, monkeypatch):
+    monkeypatch.setattr("mooncake_jax.frontend.app.BODY_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 1000\r\n\r\n{"model":'
+        )
+        received = b""
+        while b"}}" not in received and (part := sock.recv(4096)):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+    monkeypatch.undo()  # the canary after this is not that fast
