@@ -16,10 +16,11 @@ from aiohttp import web
 
 from kvstore.errors import StoreError
 from mooncake_jax.frontend import chat, completions, schema
-from mooncake_jax.frontend.answer import Answer, answers_to, deltas, extensions
+from mooncake_jax.frontend.answer import MANY_TOKENS, Answer, answers_to, deltas, extensions
 from mooncake_jax.frontend.backend import Backend
 from mooncake_jax.frontend.body import read_json
 from mooncake_jax.frontend.config import FrontendConfig
+from mooncake_jax.frontend.encoding import encoded
 from mooncake_jax.frontend.errors import ApiError, from_domain, invalid
 from mooncake_jax.frontend.job import Job, Limits, Prompt, build_job, check_vocabulary
 from mooncake_jax.frontend.merging import merge
@@ -31,7 +32,6 @@ from mooncake_jax.frontend.text import Delta, Tokenizer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Writer = completions.CompletionWriter | chat.ChatWriter
 Result = TypeVar("Result")
-_MANY_TOKENS = 100  # with log probabilities: it takes milliseconds to write more
 METRICS = web.AppKey("metrics", Metrics)
 log = logging.getLogger(__name__)
 
@@ -299,8 +299,8 @@ async def _written(
     job: Job, num_tokens: int, write: Callable[[], dict[str, Any]]
 ) -> dict[str, Any] | msgspec.Raw:
     """What `write` makes of so many tokens: in a thread if that takes long, so that other requests go on."""
-    if job.num_logprobs is not None and num_tokens > _MANY_TOKENS:
-        return await asyncio.to_thread(lambda: msgspec.Raw(msgspec.json.encode(write())))
+    if job.num_logprobs is not None and num_tokens > MANY_TOKENS:
+        return await asyncio.to_thread(lambda: msgspec.Raw(encoded(write())))
     return write()
 
 
