@@ -32,7 +32,9 @@ if __name__ == "__main__":
     )
     URL = flags.DEFINE_string("url", "", "OpenAI endpoint, without the /v1; or --conductor.")
     MODEL = flags.DEFINE_string("model", "", "Model that requests to --url ask for.")
-    CONDUCTOR = flags.DEFINE_string("conductor", "", "host:port of a Conductor: no HTTP between.")
+    CONDUCTOR = flags.DEFINE_list(
+        "conductor", [], "host:port of a Conductor, or of several: no HTTP between."
+    )
     LIMIT = flags.DEFINE_integer("limit", 0, "Only the first so many lines; 0: all.", 0)
     SPEED = flags.DEFINE_float("speed", 1.0, "Arrivals come this many times faster than in the trace.", 1e-6)
     BLOCK = flags.DEFINE_integer(
@@ -52,7 +54,7 @@ if __name__ == "__main__":
             raise UsageError("give one of --url and --conductor")
         if URL.value and not MODEL.value:
             raise UsageError("--url needs --model, as the endpoint calls it")
-        return OpenAITarget(URL.value, MODEL.value) if URL.value else ConductorTarget(CONDUCTOR.value)
+        return OpenAITarget(URL.value, MODEL.value) if URL.value else ConductorTarget(*CONDUCTOR.value)
 
     def send(to: Target, requests: list[Line]) -> list[Outcome]:
         counts: Counter[str] = Counter()

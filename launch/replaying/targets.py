@@ -131,10 +131,10 @@ class OpenAITarget:
 
 
 class ConductorTarget:
-    """Straight to a Conductor: no HTTP and no text, and the server tells what was reused."""
+    """Straight to a Conductor, or to the next of several: no HTTP and no text, and the server tells what was reused."""
 
-    def __init__(self, address: str):
-        self._dispatcher = Dispatcher(address)
+    def __init__(self, *addresses: str):
+        self._dispatcher = Dispatcher(*addresses)
 
     async def start(self) -> None:
         await self._dispatcher.start()
