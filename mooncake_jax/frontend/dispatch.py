@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from kvstore.errors import (
     DeadlineError,
@@ -179,6 +179,7 @@ class Attempt:
         self._place: asyncio.Task[Placement] | None = None
         self._reserve: asyncio.Task[StagingHandle] | None = None
         self._prefill: AsyncGenerator[FirstToken | PrefillDone, None] | None = None
+        self._first: FirstToken | None = None
         self._prefill_done = False
         self._drain = False  # the answer is complete; prefill may still store its blocks
         self._booked = False
@@ -194,7 +195,7 @@ class Attempt:
         self.at = placement.prefill.name
         prefill = dispatcher.stub("prefill", placement.prefill.address)
         self._prefill = prefill.prefill(PrefillRequest(request, placement, handle))
-        first = await _next(self._prefill, FirstToken, FIRST_TOKEN_SECONDS)
+        self._first = first = await _next(self._prefill, FirstToken, FIRST_TOKEN_SECONDS)
         yield Started(
             placement.prefill.name, placement.decode.name, first.cached_tokens, first.fetched_tokens
         )
@@ -232,7 +233,8 @@ class Attempt:
                 await _ignoring_store_errors(decode.release(handle))
             if self._booked:
                 seconds = time.monotonic() - self._begun
-                await self._end("decode" if self._prefill_done else "all", self._prefill_done, seconds)
+                phase = "decode" if self._prefill_done else "all"
+                await self._end(RequestEnd(self._request.request_id, phase, self._prefill_done, seconds))
         except Exception:
             log.exception("%s: cleaning up", self._request.request_id)
 
@@ -292,16 +294,20 @@ class Attempt:
 
     async def _end_prefill(self, done: PrefillDone) -> None:
         self._prefill_done = True
-        await self._end("prefill", True, done.prefill_seconds, done.queue_seconds)
+        assert self._first is not None
+        await self._end(
+            RequestEnd(
+                self._request.request_id,
+                "prefill",
+                True,
+                done.prefill_seconds,
+                done.queue_seconds,
+                self._first.cached_tokens,
+                self._first.fetched_tokens,
+            )
+        )
 
-    async def _end(
-        self,
-        phase: Literal["prefill", "decode", "all"],
-        ok: bool,
-        seconds: float,
-        queue_seconds: float = 0.0,
-    ) -> None:
-        end = RequestEnd(self._request.request_id, phase, ok, seconds, queue_seconds)
+    async def _end(self, end: RequestEnd) -> None:
         await _ignoring_store_errors(self.conductor.end(end))
 
 
