@@ -181,8 +181,8 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
 class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
     """Prefill → frontend, when everything promised has arrived at decode."""
 
-    queue_seconds: Seconds
-    prefill_seconds: Seconds
+    queue_seconds: Seconds  # until the first token, less `prefill_seconds`: before its tiles and between them
+    prefill_seconds: Seconds  # its own tiles until the first token
     # from the first token to the last byte at decode: transfer that was not hidden
     stream_tail_seconds: Seconds
     streamed_nbytes: Nbytes

@@ -131,7 +131,13 @@ class PrefixIndex(Generic[Key]):
 
     def lengths(self, keys: Sequence[Key]) -> dict[str, int]:
         """The length of the leading run of every node that holds `keys[0]`; shortest first."""
-        return {node: length for length, mask in self.runs(keys) for node in self._nodes_of(mask)}
+        names, lengths = self._names, {}
+        for length, mask in self.runs(keys):
+            while mask:  # from the top: the mask gets shorter, which matters for a thousand nodes
+                bit = mask.bit_length() - 1
+                lengths[names[bit]] = length
+                mask ^= 1 << bit
+        return lengths
 
     def num_on_ssd(self, keys: Sequence[Key], lengths: Mapping[str, int]) -> dict[str, int]:
         """Per node: how many of its first `lengths[node]` keys it has on SSD only; nodes without any are left out."""
@@ -142,9 +148,24 @@ class PrefixIndex(Generic[Key]):
                 counts[node] = count
         return counts
 
+    def continued(self, keys: Sequence[Key], lengths: Mapping[str, int]) -> int:
+        """How many keys, after the longest run in `lengths` (of these keys), a node holds that has not the first one.
+
+        A decode instance that generated an answer has its blocks, and not those of the prompt before it.
+        """
+        start = max(lengths.values(), default=0)
+        if not 0 < start < len(keys):
+            return 0
+        others = self._masks.get(keys[start], 0) & ~self._masks.get(keys[0], 0)
+        length = 0
+        while others and start + length < len(keys):
+            others &= self._masks.get(keys[start + length], 0)
+            length += bool(others)
+        return length
+
     def _nodes_of(self, mask: int) -> list[str]:
         names, nodes = self._names, []
-        while mask:  # from the top: the mask gets shorter, which matters for a thousand nodes
+        while mask:
             bit = mask.bit_length() - 1
             nodes.append(names[bit])
             mask ^= 1 << bit

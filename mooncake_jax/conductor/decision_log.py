@@ -59,6 +59,8 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     best: int
     holder: str
     link: LoggedLink | None  # None: idle, as the cost model says
+    own_seconds: list[float] | None  # None: no instance has blocks of the prompt on SSD
+    continued: int
     balancing_threshold: float | None  # in force, which is not the config's when it adapts; None: infinite
     draws: tuple[float, float]
     decision: Decision
@@ -66,7 +68,9 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     @property
     def lengths(self) -> PrefixLengths:
         link = self.link.link if self.link else None
-        return PrefixLengths(np.array(self.local, np.int64), self.best, self.holder, link)
+        own_seconds = None if self.own_seconds is None else np.array(self.own_seconds)
+        local = np.array(self.local, np.int64)
+        return PrefixLengths(local, self.best, self.holder, link, own_seconds, self.continued)
 
     def config(self, config: ScheduleConfig) -> ScheduleConfig:
         """`config` with the threshold that was in force."""

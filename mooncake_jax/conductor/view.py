@@ -59,7 +59,7 @@ class _Columns(Generic[Row]):
     max_tokens: np.ndarray = field(default_factory=_no_ints)
     num_slots: np.ndarray = field(default_factory=_no_ints)
     num_requests: np.ndarray = field(default_factory=_no_ints)
-    _derived: np.ndarray = field(default_factory=_no_floats)  # [C, N]
+    _derived: list[np.ndarray] = field(default_factory=list)  # [N] each
     _derived_by: tuple[object, object] = (None, None)
     _stale: set[int] = field(default_factory=set)  # slots written since
 
@@ -82,17 +82,21 @@ class _Columns(Generic[Row]):
         for column in columns:
             getattr(self, column)[slot] = getattr(row, column)
 
-    def derived(self, derive: Callable[[Row, Settings], tuple[float, ...]], settings: Settings) -> np.ndarray:
-        """`derive(row, settings)` of every row as columns, `[C, N]`; computed anew only for rows that changed.
+    def derived(
+        self, derive: Callable[[Row, Settings], tuple[float, ...]], settings: Settings
+    ) -> list[np.ndarray]:
+        """`derive(row, settings)` of every row as columns, `[N]` each; computed anew only for rows that changed.
 
         `derive` is pure and `settings` never change: asked again with the same objects, it costs nothing.
         """
         if self._derived_by != (derive, settings):
-            self._derived = np.array([derive(row, settings) for row in self.rows]).T.copy()
+            values = np.array([derive(row, settings) for row in self.rows])
+            self._derived = [column.copy() for column in values.T]
             self._derived_by = (derive, settings)
-        else:
+        elif self._stale:
             for slot in self._stale:
-                self._derived[:, slot] = derive(self.rows[slot], settings)
+                for column, value in zip(self._derived, derive(self.rows[slot], settings), strict=True):
+                    column[slot] = value
         self._stale.clear()
         return self._derived
 
