@@ -22,6 +22,7 @@ class Books:
             "decode": [f"d{slot}" for slot in range(num_decode)],
         }
         self._dead: dict[Role, set[int]] = {"prefill": set(), "decode": set()}
+        self._factor: dict[Role, list[float]] = {"prefill": [1.0] * num_prefill, "decode": [1.0] * num_decode}
         self._num_prefill = [0] * num_prefill
         self._queued_seconds = [0.0] * num_prefill  # forecasts of what has not begun
         self._free_at = [0.0] * num_prefill
@@ -76,10 +77,16 @@ class Books:
         self._dead[role].add(slot)
         (self._changed_prefill if role == "prefill" else self._changed_decode).add(slot)
 
+    def learn(self, role: Role, slot: int, factor: float) -> None:
+        """What the instance does takes `factor` times what the model says."""
+        self._factor[role][slot] = factor
+        (self._changed_prefill if role == "prefill" else self._changed_decode).add(slot)
+
     def _put_prefill(self, slot: int) -> None:
         until = self._free_at[slot] + self._queued_seconds[slot]
         name, alive = self._names["prefill"][slot], slot not in self._dead["prefill"]
-        row = PrefillRow(name, alive, _ANY_LENGTH, 1, self._num_prefill[slot], until, 1.0)
+        factor = self._factor["prefill"][slot]
+        row = PrefillRow(name, alive, _ANY_LENGTH, 1, self._num_prefill[slot], until, factor)
         self._view.put_prefill(slot, row)
 
     def _put_decode(self, slot: int) -> None:
@@ -92,6 +99,7 @@ class Books:
             self._kv_tokens[slot],
             self._committed_tokens[slot],
             self._decode_tokens,
+            self._factor["decode"][slot],
         )
         self._view.put_decode(slot, row)
 
