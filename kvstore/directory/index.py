@@ -5,7 +5,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from kvstore.messages import Tier
@@ -53,13 +53,15 @@ class PrefixIndex(Generic[Key]):
         """`node` holds `keys`, there and nowhere else."""
         mask = 1 << self.bit(node)
         masks, held, on_ssd = self._masks, self._held[node], self._on_ssd[node]
-        for key in keys:
-            masks[key] = masks.get(key, 0) | mask
-            held.add(key)
-            if tier == "ssd":
-                on_ssd.add(key)
-            elif on_ssd:
-                on_ssd.discard(key)
+        added = tuple(keys)
+        get = masks.get
+        for key in added:
+            masks[key] = get(key, 0) | mask
+        held.update(added)
+        if tier == "ssd":
+            on_ssd.update(added)
+        elif on_ssd:
+            on_ssd.difference_update(added)
 
     def remove(self, node: str, keys: Iterable[Key]) -> None:
         """`node` no longer holds `keys`; those it never held are no error."""
@@ -67,7 +69,8 @@ class PrefixIndex(Generic[Key]):
             return
         held = self._held[node]
         gone = held.intersection(keys)
-        self._on_ssd[node] -= gone
+        if self._on_ssd[node]:
+            self._on_ssd[node] -= gone
         self._clear(self._bits[node], gone, held)
 
     def forget(self, node: str) -> None:
@@ -172,12 +175,13 @@ class PrefixIndex(Generic[Key]):
         nodes.reverse()
         return nodes
 
-    def _clear(self, bit: int, keys: Iterable[Key], held: set[Key]) -> None:
-        masks, others = self._masks, ~(1 << bit)
+    def _clear(self, bit: int, keys: Collection[Key], held: set[Key]) -> None:
+        # `keys`: distinct, and all of them held
+        masks, mask = self._masks, 1 << bit
         for key in keys:
-            held.discard(key)
-            left = masks[key] & others
+            left = masks[key] ^ mask
             if left:
                 masks[key] = left
             else:
                 del masks[key]
+        held.difference_update(keys)

@@ -213,6 +213,7 @@ class Conductor:
 
     def end(self, end: RequestEnd, now: float) -> None:
         """Close a phase; a good prefill teaches its instance's factor. Unknown ids are over already."""
+        self.log.ended(end, now)
         booking = self.bookings.get(end.request_id)
         if booking is None:
             return

@@ -59,6 +59,7 @@ class _Columns(Generic[Row]):
     max_tokens: np.ndarray = field(default_factory=_no_ints)
     num_slots: np.ndarray = field(default_factory=_no_ints)
     num_requests: np.ndarray = field(default_factory=_no_ints)
+    _columns: list[np.ndarray] = field(default_factory=list)  # the arrays above and below, as a row has them
     _derived: list[np.ndarray] = field(default_factory=list)  # [N] each
     _derived_by: tuple[object, object] = (None, None)
     _stale: set[int] = field(default_factory=set)  # slots written since
@@ -70,17 +71,18 @@ class _Columns(Generic[Row]):
     def put(self, slot: int, row: Row) -> None:
         if not 0 <= slot <= len(self.rows):
             raise InvalidError(f"view: slot {slot} after {len(self.rows)} slots; slots are filled in order")
-        columns = row.__struct_fields__[1:]
         if slot == len(self.rows):
             self.rows.append(row)
             self._derived_by = (None, None)
-            for column in columns:
+            self._columns = []
+            for column in row.__struct_fields__[1:]:
                 array = getattr(self, column)
-                setattr(self, column, np.append(array, array.dtype.type(0)))
+                setattr(self, column, grown := np.append(array, array.dtype.type(0)))
+                self._columns.append(grown)
         self.rows[slot] = row
         self._stale.add(slot)
-        for column in columns:
-            getattr(self, column)[slot] = getattr(row, column)
+        for array, value in zip(self._columns, msgspec.structs.astuple(row)[1:], strict=True):
+            array[slot] = value
 
     def derived(
         self, derive: Callable[[Row, Settings], tuple[float, ...]], settings: Settings

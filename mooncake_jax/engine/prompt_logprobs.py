@@ -14,4 +14,5 @@ def prompt_logprobs(tiles: Sequence[PromptScores], num_top: int) -> PromptLogpro
     """Joins the tiles' scores, keeping the `num_top` most likely tokens of each place. No tiles: of one token."""
     if not tiles:
         return PromptLogprobs(num_top, b"", b"", b"")
-    return PromptLogprobs.of(*(np.concatenate(column) for column in zip(*tiles, strict=True)), num_top)
+    whole = PromptScores(*map(np.concatenate, zip(*tiles, strict=True)))
+    return PromptLogprobs.of(whole.logprobs, whole.top_tokens, whole.top_logprobs, num_top)
