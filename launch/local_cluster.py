@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Cluster:
         """`progress(name, address)` as each role gets ready. Raises SupervisorError; nothing is left then."""
         self.config = config
         self.instances: dict[str, str] = {}  # addresses by name
-        self._more_ports = [_free_port(LOOPBACK, 0) for _ in range(config.num_more_conductors)]
+        self._more_ports = _unused_ports(config.num_more_conductors)
         self.supervisor = Supervisor(config.run_dir)
         try:
             self._start(progress)
@@ -226,6 +226,15 @@ def core_sets(cores: list[int], num_roles: int) -> list[list[int]]:
     if len(cores) < num_roles:
         return [[cores[i % len(cores)]] for i in range(num_roles)]
     return [cores[i::num_roles] for i in range(num_roles)]
+
+
+def _unused_ports(num: int) -> list[int]:
+    """Ports of loopback, all different, that nobody has now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _free_port(host: str, wanted: int) -> int:
