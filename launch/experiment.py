@@ -27,6 +27,7 @@ from launch.figures.lab import FILES, Lab
 from launch.figures.render import count, table, write_csv, write_png
 from launch.figures.report import results_page
 from launch.figures.result import Figure
+from launch.huge_pages import use_huge_pages
 from launch.process import UsageError, run_main
 from mooncake_jax.cost_model import CostModelFile
 
@@ -109,4 +110,5 @@ def load(name: str) -> ModuleType:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_main(main)

@@ -51,6 +51,9 @@ _SHARED: dict[str, Callable[[], Any]] = {
     ),
     "directory": lambda: flags.DEFINE_string("directory", None, "host:port of the directory.", required=True),
     "conductor": lambda: flags.DEFINE_string("conductor", None, "host:port of the Conductor.", required=True),
+    "conductors": lambda: flags.DEFINE_list(
+        "conductor", None, "host:port of the Conductor, or of each of several.", required=True
+    ),
     "model": lambda: flags.DEFINE_string("model", None, MODEL_HELP, required=True),
     "dtype": lambda: flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of weights and KV."),
     "max_tokens": lambda: flags.DEFINE_integer(

@@ -16,7 +16,7 @@ import numpy as np
 from jax import export as jax_export
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from models import cache, llama, pipeline, sharding, split, tensor_parallel
+from models import cache, llama, pipeline, rope, sharding, split, tensor_parallel
 from models.config import LlamaConfig
 from models.llama import DTYPES
 from models.platform import Platform
@@ -95,7 +95,8 @@ def prefill_by_rows(
 
     def step(layers: Any, x: jax.Array, pages: Any, where: jax.Array) -> Any:
         slot, start, num_valid = where
-        return llama.prefill_group(cfg, platform, how, layers, x, pages, slot, start, num_valid)
+        rotation = rope.rotation(cfg, start + how.offsets(x.shape[0]))
+        return llama.prefill_group(cfg, platform, how, layers, x, rotation, pages, slot, start, num_valid)
 
     rows, whole = PartitionSpec(split.AXIS), PartitionSpec()
     call = jax.shard_map(

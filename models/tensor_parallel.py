@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from models import llama, sharding
+from models import llama, rope, sharding
 from models.config import LlamaConfig
 from models.llama import Param
 from models.platform import Platform
@@ -47,7 +47,8 @@ def decode_group(cfg: LlamaConfig, platform: Platform, mesh: Mesh | AbstractMesh
     how = ByHeads(mesh.shape[TENSOR])
 
     def step(layers: Any, x: jax.Array, pages: Any, positions: jax.Array, active: jax.Array) -> Any:
-        return llama.decode_group(cfg, platform, how, layers, x, pages, positions, active)
+        rotation = rope.rotation(cfg, positions)
+        return llama.decode_group(cfg, platform, how, layers, x, rotation, pages, positions, active)
 
     layers = sharding.specs(llama.param_table(cfg)["layers"][: cfg.layers_per_group])
     given = (layers, _WHOLE, PAGES, _WHOLE, _WHOLE)

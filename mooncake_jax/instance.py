@@ -41,7 +41,7 @@ class InstanceConfig:
     name: str
     model: str
     directory_address: str
-    conductor_address: str
+    conductor_addresses: tuple[str, ...]  # of all Conductors: each places requests here, and hears of all
     host_id: str  # equal ones share memory; different ones talk TCP
     host: str = "127.0.0.1"
     port: int = 0
@@ -133,13 +133,11 @@ class EngineInstance:
                 num_slots=engine.num_slots,
                 kv_capacity_tokens=engine.num_slots * engine.max_tokens,
             )
-            self.membership = Membership(
-                config.conductor_address,
-                self.info,
-                parts.service.load,
-                interval_seconds=config.heartbeat_seconds,
-            )
-            stack.callback(self.membership.close)
+            for address in config.conductor_addresses:
+                membership = Membership(
+                    address, self.info, parts.service.beats(), interval_seconds=config.heartbeat_seconds
+                )
+                stack.callback(membership.close)
             self._stack = stack.pop_all()
 
     @property

@@ -110,6 +110,11 @@ class DirectoryReplica:
         with self._lock:
             return self._state.index.num_on_ssd(keys, lengths)
 
+    def continued(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> int:
+        """See `PrefixIndex.continued`."""
+        with self._lock:
+            return self._state.index.continued(keys, lengths)
+
     def subscribe(self, listener: ReplicaListener) -> None:
         """`listener` hears the present state at once (on this thread), then every change."""
         with self._lock:

@@ -40,15 +40,22 @@ Curves are in `build/figures/*.csv` and `*.png` after `make figures`. 'range ove
 over everything that the paper leaves open and the figure varies, one thing at a time.
 """
 
+_HEAD_OF_RUNS = """# Results of runs on one machine
+
+Made by `python -m launch.experiment`; do not edit. Rows are **{kinds}**. Verdicts: {inside} inside their tolerance,
+{outside} outside, {report} only reported.
+"""
+
 
 def results_page(
     figures: Mapping[str, Figure], modules: Mapping[str, ModuleType], lab: Lab, assumptions: Assumptions
 ) -> str:
-    """Markdown; nothing in it depends on the machine or the time of day."""
+    """Markdown; of simulated figures, nothing in it depends on the machine or the time of day."""
     inside, outside, report = count(list(figures.values()))
+    reproduces = any(figure.kind in ("simulated", "computed") for figure in figures.values())
     kinds = " or ".join(sorted({figure.kind for figure in figures.values()}))
     parts = [
-        _HEAD.format(
+        (_HEAD if reproduces else _HEAD_OF_RUNS).format(
             kinds=kinds,
             model=lab.file.name,
             description=lab.file.description,
@@ -73,8 +80,10 @@ def results_page(
             f"## Left out\n\n{', '.join(left_out)}: the trace was not here; give it by `--traces` "
             "(see `python -m launch.fetch_traces`).\n"
         )
-    parts.append(_constants(lab))
-    parts.append(_assumptions(assumptions))
+    if {figure.kind for figure in figures.values()} != {"measured"}:
+        parts.append(_constants(lab))
+    if reproduces:
+        parts.append(_assumptions(assumptions))
     return "\n".join(parts)
 
 

@@ -131,10 +131,11 @@ class OpenAITarget:
 
 
 class ConductorTarget:
-    """Straight to a Conductor: no HTTP and no text, and the server tells what was reused."""
+    """Straight to a Conductor, or to the next of several: no HTTP and no text, and the server tells what was reused."""
 
-    def __init__(self, address: str):
-        self._dispatcher = Dispatcher(address)
+    def __init__(self, *addresses: str, salt: str = ""):
+        """Prompts of another `salt` share nothing with these."""
+        self._dispatcher, self._salt = Dispatcher(*addresses), salt
 
     async def start(self) -> None:
         await self._dispatcher.start()
@@ -143,7 +144,9 @@ class ConductorTarget:
         await self._dispatcher.close()
 
     async def send(self, line: Line, outcome: Outcome) -> Outcome:
-        request = Request(f"replay-{time.time_ns():x}-{line.index}", line.tokens, line.max_tokens)
+        request = Request(
+            f"replay-{time.time_ns():x}-{line.index}", line.tokens, line.max_tokens, salt=self._salt
+        )
         tokens = Tokens(time.monotonic())
         try:
             async with aclosing(self._dispatcher.generate(request)) as events:

@@ -24,6 +24,7 @@ from models import platform as platforms
 from models.attention import StoredBlocks
 from models.config import LlamaConfig
 from models.platform import Platform
+from models.rope import Rotation
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.draw_rows import one_row
@@ -204,9 +205,10 @@ class JaxPrefillEngine:
         if targets.shape != tokens.shape:
             raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
         with self._guard():
-            x, where = self._steps.embed(tokens), self._mesh.numbers(slot, start, tokens.size)
+            where = self._mesh.numbers(slot, start, tokens.size)
+            x, rotation = self._steps.embed(tokens, where)
             for group in range(self.format.num_groups):
-                x, _ = self._dispatch(group, x, where)
+                x, _ = self._dispatch(group, x, rotation, where)
             self._filled[slot] = start + tokens.size
             padded = np.zeros(x.shape[0], np.int32)
             padded[: targets.size] = targets
@@ -250,7 +252,8 @@ class JaxPrefillEngine:
     ) -> Iterator[GroupKV | PromptScores | Sampled]:
         pending: deque[tuple[int, jax.Array]] = deque()
         with self._guard():
-            x, where = self._steps.embed(tokens), self._mesh.numbers(slot, start, tokens.size)
+            where = self._mesh.numbers(slot, start, tokens.size)
+            x, rotation = self._steps.embed(tokens, where)
         # the slot will not hold the prefix: a tile that others follow has it copied
         in_place = load is not None and sample is not None and self._steps.takes_stored(x.shape[0])
         for group in range(self.format.num_groups):
@@ -262,7 +265,7 @@ class JaxPrefillEngine:
                 stored = self._store.find(group, prefix) if self._store and in_place else None
                 if stored is None:
                     self._insert_prefix(group, slot, prefix)
-                x, blocks = self._dispatch(group, x, where, stored)
+                x, blocks = self._dispatch(group, x, rotation, where, stored)
             pending.append((group, blocks))
             if group > 0:  # the device has the next group to do meanwhile
                 yield self._finish(*pending.popleft(), start, tokens.size)
@@ -287,10 +290,17 @@ class JaxPrefillEngine:
             yield Sampled(int(first.tokens[0]), float(first.logprobs[0]), first.top(0, sample.num_top))
 
     def _dispatch(
-        self, group: int, x: jax.Array, where: jax.Array, stored: StoredBlocks | None = None
+        self,
+        group: int,
+        x: jax.Array,
+        rotation: Rotation,
+        where: jax.Array,
+        stored: StoredBlocks | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         stored = stored or (self._store and self._store.nothing(group))
-        x, self._cache[group], blocks = self._steps.group(group, x, self._cache[group], where, stored)
+        x, self._cache[group], blocks = self._steps.group(
+            group, x, rotation, self._cache[group], where, stored
+        )
         return x, blocks
 
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:

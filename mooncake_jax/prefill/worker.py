@@ -161,7 +161,8 @@ class PrefillWorker:
         start, stop = next_tile(job.position, len(job.tokens), self._engine.tile_tokens)
         sample = job.request.sampling if stop == len(job.tokens) else None
         targets = job.tokens[start + 1 : stop + 1] if job.request.score_prompt else job.tokens[:0]
-        first_token, began = None, time.monotonic()
+        first_token = None
+        job.tile_begins()
         items = self._engine.prefill(
             job.slot,
             job.tokens[start:stop],
@@ -179,9 +180,7 @@ class PrefillWorker:
                     job.add_scores(item)
                 else:
                     job.add_new(item, stop - start)
-        seconds = time.monotonic() - began
-        self._speed.add(stop - start, seconds)
-        job.tile_done(stop - start, seconds)
+        self._speed.add(stop - start, job.tile_done(stop - start))
         return first_token
 
     def _begin_again(self, job: PrefillJob, why: str) -> None:

@@ -115,7 +115,7 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
 
 def test_every_store_node_has_an_ssd_folder_of_its_own(tmp_path):
     config = ClusterConfig(model="m", run_dir=tmp_path, num_prefill=2, ssd_path="/ssd", ssd_nbytes=1000)
-    commands = [*_engines(config, "directory", "conductor").values(), *_stores(config, "directory")]
+    commands = [*_engines(config, "directory", ["conductor"]).values(), *_stores(config, "directory")]
     assert [command.name for command in commands] == ["prefill-0", "prefill-1", "decode-0", "store-0"]
     for command in commands:
         assert {f"--ssd_path=/ssd/{command.name}", "--ssd_nbytes=1000"} <= set(command.argv)

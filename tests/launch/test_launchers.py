@@ -45,6 +45,7 @@ def test_help_shows_the_command_and_every_flag(role):
         ("kvstore_ctl", ("--directory=127.0.0.1:1", "--action=drain"), "--node"),
         ("cluster", ("--model=preset:tiny", "--ssd_path=/nowhere"), "--ssd_nbytes"),
         ("frontend", ("--model=preset:tiny",), "--conductor"),
+        ("convert", ("--source=model.gguf",), "--target"),
         ("prefill", (*ENGINE, "--model=/nowhere"), "/nowhere"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--max_tokens=100000"), "512"),
         ("prefill", (*ENGINE, "--model=preset:tiny", "--chunk=64"), "--mesh"),

@@ -91,9 +91,7 @@ class SharedBuffer:
         except BaseException as error:
             self._remove()
             if isinstance(error, OSError):
-                raise OSError(
-                    error.errno, f"no {nbytes} bytes of shared memory for {name!r}: {error}"
-                ) from error
+                raise OSError(error.errno, _no_room(name, nbytes, error)) from error
             raise
         self._array[::_PAGE_NBYTES] = 0
 
@@ -115,6 +113,14 @@ class SharedBuffer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         os.close(self._fd)
+
+
+def _no_room(name: str, nbytes: int, error: OSError) -> str:
+    free = os.statvfs(SHM_DIR)
+    return (
+        f"no {nbytes} bytes of shared memory for {name!r}: {error.strerror} ({free.f_bavail * free.f_frsize} bytes are"
+        f" free in {SHM_DIR}: ask for less, or give it more, in a container by --shm-size)"
+    )
 
 
 @dataclass

@@ -44,6 +44,21 @@ def test_removing_what_was_never_held_is_no_error():
     assert index.nodes == ["a"]
 
 
+def test_what_another_node_continues():
+    index = PrefixIndex()
+    index.add("prompt", CHAIN[:3])
+    index.add("copy", CHAIN[:2])
+    index.add("answer", CHAIN[3:6])
+    index.add("shorter", CHAIN[3:5])
+    assert index.continued(CHAIN, index.lengths(CHAIN)) == 3
+    assert index.continued(CHAIN[:4], index.lengths(CHAIN[:4])) == 1
+    assert index.continued(CHAIN[:3], index.lengths(CHAIN[:3])) == 0
+    assert index.continued(CHAIN[3:], index.lengths(CHAIN[3:])) == 0  # a run of its own
+    index.remove("answer", CHAIN[3:4])
+    assert index.continued(CHAIN, index.lengths(CHAIN)) == 2
+    assert index.continued(CHAIN, {}) == 0
+
+
 NODES = ("a", "b", "c")
 STEPS = st.lists(
     st.tuples(
