@@ -73,6 +73,12 @@ if __name__ == "__main__":
     DECODE_HOST_IDS = flags.DEFINE_list("decode_host_ids", "host-0", "Hosts of decode instances, in turn.")
     PREFILL_SLOTS = flags.DEFINE_integer("prefill_slots", 2, "Prompts in a prefill instance's cache.", 1)
     DECODE_SLOTS = flags.DEFINE_integer("decode_slots", 8, "Batch size of a decode instance.", 1)
+    SSD_PATH = flags.DEFINE_string(
+        "ssd_path",
+        "",
+        "Folder for SSD tiers: every prefill, decode and store process has a folder of its own in it. Empty: no SSD.",
+    )
+    SSD_NBYTES = flags.DEFINE_integer("ssd_nbytes", 0, "The most that each of them may take, in bytes.", 0)
     PIN = flags.DEFINE_bool("pin", False, "Give each prefill and decode instance CPU cores of its own.")
     RUN_DIR = flags.DEFINE_string("run_dir", "run/cluster", "Folder for logs.")
     COMPILE_CACHE = flags.DEFINE_string(
@@ -81,6 +87,8 @@ if __name__ == "__main__":
 
     def cluster_config() -> ClusterConfig:
         values = flags.FLAGS
+        if bool(SSD_PATH.value) != bool(SSD_NBYTES.value):
+            raise UsageError("give --ssd_path and --ssd_nbytes both or none")
         return ClusterConfig(
             model=MODEL.value or str(smollm2_checkpoint(values.dtype)),
             run_dir=Path(RUN_DIR.value),
@@ -97,6 +105,8 @@ if __name__ == "__main__":
             prefill_slots=PREFILL_SLOTS.value,
             decode_slots=DECODE_SLOTS.value,
             dram_nbytes=values.dram_bytes,
+            ssd_path=SSD_PATH.value,
+            ssd_nbytes=SSD_NBYTES.value,
             compile_cache=COMPILE_CACHE.value or default_compile_cache(),
             pin=PIN.value,
             engine_flags=tuple(f"--{name}={values[name].value}" for name in EMULATION_FLAGS),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from launch.flags import transfer_rails
+from launch.flags import TRANSFER_FLAGS, transfer_rails
 from launch.process import UsageError
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ ENGINE_FLAGS = (
     "host",
     "port",
     "host_id",
-    "rails",
-    "topology",
+    *TRANSFER_FLAGS,
     "directory",
     "conductors",
     "model",

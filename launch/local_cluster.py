@@ -40,6 +40,8 @@ class ClusterConfig:
     decode_slots: int = 8
     dram_nbytes: int = 512 << 20
     staging_nbytes: int = 512 << 20
+    ssd_path: str = ""  # folder in which every store node has one of its own, by its name; no SSD if empty
+    ssd_nbytes: int = 0  # of each
     compile_cache: str = ""
     pin: bool = False
     engine_flags: tuple[str, ...] = ()  # more flags of every prefill and decode instance
@@ -51,6 +53,8 @@ class ClusterConfig:
         for name in ("num_prefill", "num_decode"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if bool(self.ssd_path) != bool(self.ssd_nbytes):
+            raise ValueError(f"give both or none: {self.ssd_path=}, {self.ssd_nbytes=}")
         if not self.prefill_host_ids or not self.decode_host_ids:
             raise ValueError("prefill_host_ids and decode_host_ids need at least one entry each")
 
@@ -184,10 +188,18 @@ def _stores(config: ClusterConfig, directory: str) -> list[Command]:
                 f"--model={config.model}",
                 f"--dtype={config.dtype}",
                 f"--dram_bytes={config.dram_nbytes}",
+                *_ssd(config, f"store-{i}"),
             ),
         )
         for i in range(config.num_stores)
     ]
+
+
+def _ssd(config: ClusterConfig, name: str) -> list[str]:
+    """Flags of the SSD tier of one process, whose folder is found again when it is restarted."""
+    if not config.ssd_path:
+        return []
+    return [f"--ssd_path={Path(config.ssd_path) / name}", f"--ssd_nbytes={config.ssd_nbytes}"]
 
 
 def _engines(config: ClusterConfig, directory: str, conductors: list[str]) -> dict[str, Command]:
@@ -211,6 +223,7 @@ def _engines(config: ClusterConfig, directory: str, conductors: list[str]) -> di
             f"--dram_bytes={config.dram_nbytes}",
             f"--compile_cache={config.compile_cache}",
             f"--cores={','.join(map(str, own_cores))}",
+            *_ssd(config, name),
             *config.engine_flags,
         ]
         if role == "prefill":

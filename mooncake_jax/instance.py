@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore import Client, Node, NodeConfig
 from kvstore.rpc import Server, Service
-from kvstore.transfer import SharedBuffer, Topology, TransferEngine
+from kvstore.transfer import SharedBuffer, Topology, TransferEngine, Upstream
 from mooncake_jax.decode.answers import AnswerSaver
 from mooncake_jax.decode.config import DecodeConfig
 from mooncake_jax.decode.service import DecodeService
@@ -54,6 +54,7 @@ class InstanceConfig:
     rate_limit_nbytes_per_second: float | None = None
     rails: tuple[str, ...] = ()  # addresses of NICs to exchange KV on, instead of `host`
     topology: Topology | None = None  # which of them are near which memory
+    upstream: Upstream | None = None  # RDMA devices to exchange KV by
 
 
 class _Ports(NamedTuple):
@@ -93,6 +94,7 @@ class EngineInstance:
                 timeout_seconds=config.transfer_timeout_seconds,
                 rails=config.rails,
                 topology=config.topology,
+                upstream=config.upstream,
             )
             stack.callback(self.transfer.close)
             node_config = NodeConfig(
