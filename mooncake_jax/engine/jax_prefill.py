@@ -7,7 +7,6 @@ groups still compute. Tiles are padded to a few sizes; everything is compiled in
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvstore.block import BlockFormat
-from models import cache, llama, sampling, split
+from models import cache, llama, split
 from models import platform as platforms
 from models.attention import StoredBlocks
 from models.config import LlamaConfig
@@ -33,7 +32,6 @@ from mooncake_jax.engine.mesh import EngineMesh
 from mooncake_jax.engine.store_memory import StoreMemory
 from mooncake_jax.engine.tile_checks import check_prefix, checked_tokens
 from mooncake_jax.engine.tile_steps import TileSteps
-from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
 
 _SMALLEST_TILE = 16
@@ -117,7 +115,6 @@ class JaxPrefillEngine:
         )
         self._compiles = process_compiles()
         self._ready_at: int | None = None
-        self._score = jax.jit(functools.partial(_score_rows, cfg, self._platform))
         self._cache: list[list[jax.Array]] = []
         self._reset()
 
@@ -194,26 +191,6 @@ class JaxPrefillEngine:
         if targets is not None and not 1 <= len(targets) <= tokens.size:
             raise ValueError(f"{len(targets)} targets for {tokens.size} tokens")
         return self._run(slot, tokens, start, load, sample, prompt, targets)
-
-    def score(self, slot: int, tokens: np.ndarray, start: int, targets: np.ndarray) -> TokenScores:
-        """Compute a tile like `prefill`, and say how likely each of `targets` `[T]` was to follow its token.
-
-        For oracles and tests; the first call of each tile size compiles, so serving does not use it.
-        """
-        tokens = self._check(slot, tokens, start, prefix_held=False)
-        targets = np.asarray(targets, np.int32)
-        if targets.shape != tokens.shape:
-            raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
-        with self._guard():
-            where = self._mesh.numbers(slot, start, tokens.size)
-            x, rotation = self._steps.embed(tokens, where)
-            for group in range(self.format.num_groups):
-                x, _ = self._dispatch(group, x, rotation, where)
-            self._filled[slot] = start + tokens.size
-            padded = np.zeros(x.shape[0], np.int32)
-            padded[: targets.size] = targets
-            scores = self._score(self._head_params, self._steps.in_order(x), padded)
-            return TokenScores(*(np.asarray(part)[: targets.size] for part in scores))
 
     def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
         if not self._steps.is_compiled:
@@ -348,12 +325,3 @@ class JaxPrefillEngine:
         ]
         self._drawing.reset()
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
-
-
-def _score_rows(
-    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    logits = llama.head(cfg, platform, params, x)
-    best, _ = sampling.greedy(logits)
-    others = jnp.where(jnp.arange(cfg.vocab_size)[None] == best[:, None], -jnp.inf, logits)
-    return sampling.log_probability(logits, targets), best, logits.max(-1) - others.max(-1)
