@@ -89,9 +89,9 @@ if __name__ == "__main__":
         outcomes = send(to, requests)
         if CSV.value:
             write_csv(Path(CSV.value), outcomes)
+        print(summarize(outcomes, Slo(TTFT_SLO.value, TBT_SLO.value)).text(), flush=True)
         if PLOT.value:
             Path(PLOT.value).parent.mkdir(parents=True, exist_ok=True)
             write_png(Path(PLOT.value), plotted(outcomes, Path(TRACE.value).stem))
-        print(summarize(outcomes, Slo(TTFT_SLO.value, TBT_SLO.value)).text())
 
     run_main(main)

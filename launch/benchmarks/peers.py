@@ -134,7 +134,11 @@ class GlooPeer:
             started = [
                 starting.submit(Peer, [sys.executable, script, str(rank), coordinator]) for rank in range(2)
             ]
-        self._ranks = [one.result() for one in started]
+        self._ranks = [one.result() for one in started if one.exception() is None]
+        for one in started:
+            if failure := one.exception():
+                self.__exit__(None, None, None)
+                raise failure
 
     def gigabytes_per_second(self, piece: int, num: int, times: int) -> float:
         """Of `times` programs that each send `num` pieces of `piece` bytes one way, as the receiver sees it."""

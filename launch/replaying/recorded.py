@@ -222,12 +222,13 @@ def _reason(
             mixed.put_prefill(slot, _mixed(ours, theirs, parts))
         for slot, (ours, theirs) in enumerate(zip(view.decode.rows, logged.decode.rows, strict=True)):
             mixed.put_decode(slot, theirs if "decode" in parts else _like(ours, theirs))
+        own_seconds, continued = (told.own_seconds, told.continued) if "prefix" in parts else (None, 0)
         link = told.link if "link" in parts else None
         return schedule(
             mixed,
             record.request,
-            PrefixLengths(local, best, told.holder, link),
-            config,
+            PrefixLengths(local, best, told.holder, link, own_seconds, continued),
+            record.config(config),
             now=record.now,
             draws=record.draws,
         )

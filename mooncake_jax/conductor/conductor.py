@@ -312,10 +312,8 @@ class Conductor:
             return
         forecast = booking.prefill_seconds
         if end.cached_tokens >= 0:  # what it would have been, had we known how much is reused
-            num_tokens, cost = booking.num_tokens, self.config.schedule.cost
-            expected = cost.prefill_seconds(num_tokens, num_tokens - booking.computed_tokens)
-            known = cost.prefill_seconds(num_tokens, min(end.cached_tokens, num_tokens))
-            forecast *= known / expected if expected > 0.0 else 1.0
+            cost, num_tokens = self.config.schedule.cost, booking.num_tokens
+            forecast = instance.factor * cost.prefill_seconds(num_tokens, min(end.cached_tokens, num_tokens))
         self.accuracy.add("prefill", forecast_seconds=forecast, measured_seconds=end.seconds)
         instance.factor = estimate.corrected(
             instance.factor, forecast_seconds=forecast, measured_seconds=end.seconds

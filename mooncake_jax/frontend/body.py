@@ -11,6 +11,7 @@ from mooncake_jax.frontend.errors import ApiError, invalid
 
 _ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS  # told apart by their first bytes
 ENCODINGS = ("gzip", "deflate")
+MOST_MEMBERS = 64  # of a compressed body, one behind the other
 BODY_SECONDS = 60.0  # that a client may take to send a body
 
 
@@ -50,9 +51,12 @@ async def read_json(http: web.Request, max_nbytes: int) -> bytes:
 
 
 def _decompressed(raw: bytes, encoding: str, max_nbytes: int) -> bytes:
-    """All members of `raw`, one behind the other. Never holds more than one byte over the limit."""
-    parts, room = [], max_nbytes + 1
+    """All members of `raw`, one behind the other. Never decompresses more than one byte over the limit."""
+    parts, room, num_members = [], max_nbytes + 1, 0
     while raw:
+        num_members += 1
+        if num_members > MOST_MEMBERS:  # each costs a copy of what follows it
+            raise invalid(f"the body is {encoding} in more than {MOST_MEMBERS} pieces", code="invalid_body")
         member = zlib.decompressobj(_ZLIB_OR_GZIP)
         try:
             parts.append(member.decompress(raw, room))

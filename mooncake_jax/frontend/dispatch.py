@@ -153,6 +153,8 @@ class Dispatcher:
             try:
                 info = await conductor.cluster(Empty(), timeout=2.0)
                 self._info, self._heard = info, time.monotonic()
+                if not info.ready:
+                    self._leave(conductor)
                 if not self._open:
                     await self._drop_stubs(info)
             except StoreError as error:

@@ -57,7 +57,9 @@ class PrefillJob:
         self._arrived = time.monotonic()
         self._staging = StagingLease(request.staging, self._arrived) if request.staging else None
         self._first_token = self._tile_began = self._arrived
-        self._served_seconds = 0.0  # of the tiles that are done
+        self._served_seconds = self._lost_seconds = (
+            0.0  # of the tiles that are done, and of those that were for nothing
+        )
         self._prefill_seconds = 0.0  # until the first token, known with it
         num_tokens = len(self.tokens)
         self._prefix = Prefix(
@@ -145,7 +147,8 @@ class PrefillJob:
     def first_token(self, sampled: Sampled) -> FirstToken:
         """The answer's first token, with how much of the prompt was reused."""
         self._first_token = time.monotonic()
-        self._prefill_seconds = self._served_seconds + self._first_token - self._tile_began
+        own_seconds = self._served_seconds - self._lost_seconds
+        self._prefill_seconds = own_seconds + self._first_token - self._tile_began
         z, request = self._paths.format.block_tokens, self.request
         return FirstToken(
             token=sampled.token,
@@ -189,6 +192,7 @@ class PrefillJob:
         f, home = self._paths.format, self._paths.home
         cached = self._prefix.begin()
         self._scores = []
+        self._lost_seconds = self._served_seconds  # of tiles before, whose KV is not there any more
         self.position = cached * f.block_tokens
         self._loads_prefix = cached > 0
         home_copy = HomeCopy(home, f, self._keys[cached:], cached)

@@ -123,7 +123,7 @@ class Journal:
         except BaseException:
             self._abandon()
             raise
-        self._next.nbytes = len(raw)
+        self._next.nbytes = self._live_nbytes = len(raw)
 
     def sync(self) -> None:
         """What `begin` wrote is on the device. Raises OSError; then call `end` all the same."""

@@ -8,6 +8,7 @@ tracker removes an owner's memory when an attacher exits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -31,6 +32,7 @@ SHM_DIR = "/dev/shm"
 _PREFIX = "mooncake-"
 _FILE_NAME = re.compile(r"mooncake-[0-9]+-[0-9a-f]{16}-[A-Za-z0-9._-]{1,100}")
 _PAGE_NBYTES = mmap.PAGESIZE
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 log = logging.getLogger(__name__)
 
 
@@ -90,7 +92,7 @@ class SharedBuffer:
             self._array: np.ndarray | None = np.frombuffer(self._map, np.uint8)
         except BaseException as error:
             self._remove()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
                 raise OSError(error.errno, _no_room(name, nbytes, error)) from error
             raise
         self._array[::_PAGE_NBYTES] = 0

@@ -23,7 +23,7 @@ def recorded(number, now, chain, prefill, busy_until=(0.0, 0.0)):
     decision = Decision("placed", prefill, 0)
     features = RequestFeatures(len(chain) * Z + 1, 4, Z, 1000)
     record = DecisionRecord(
-        f"r{number}", now, number, changes, features, [0, 0], 0, "", None, 2.0, (0.0, 0.0), decision
+        f"r{number}", now, number, changes, features, [0, 0], 0, "", None, None, 0, 2.0, (0.0, 0.0), decision
     )
     return RecordedArrival(record, list(chain))
 

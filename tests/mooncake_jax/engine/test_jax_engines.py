@@ -82,8 +82,11 @@ def test_scores_of_a_prompt_are_those_of_the_dense_reference(request, name, tole
     before = engine.compiles_after_ready
     for at in range(0, length, engine.tile_tokens):
         targets = PROMPT[at + 1 : min(at + engine.tile_tokens + 1, length)]
+        if not targets.size:
+            break
         items = engine.prefill(0, PROMPT[at : at + engine.tile_tokens][: length - at], at, targets=targets)
         scores.append(list(items)[-1])
+    assert engine.compiles_after_ready == before
     logprobs, top_tokens, top_logprobs = map(np.concatenate, zip(*scores, strict=True))
     dense = pair.dense(PROMPT[:length])[:-1]
     np.testing.assert_allclose(logprobs, dense[np.arange(length - 1), PROMPT[1:length]], atol=tolerance)
@@ -91,7 +94,6 @@ def test_scores_of_a_prompt_are_those_of_the_dense_reference(request, name, tole
     of_top = np.take_along_axis(dense, top_tokens, 1)
     np.testing.assert_allclose(of_top, top_logprobs, atol=tolerance)
     assert all(len(set(row)) == MAX_TOP for row in top_tokens.tolist())
-    assert engine.compiles_after_ready == before
 
 
 @pytest.mark.parametrize("prefix_blocks", [1, 3, 4])

@@ -345,3 +345,8 @@ def test_a_compressed_body_is_read(serve):
             status, _, reply = client.post(COMPLETIONS, body, **{"Content-Encoding": encoding})
             assert status == 200, reply
             assert reply["choices"][0]["text"] == CANARY
+
+
+def test_a_body_in_many_pieces_is_refused_before_they_are_all_read(client):
+    pieces = gzip.compress(b"") * 10_000
+    check(client.post(COMPLETIONS, pieces, **{"Content-Encoding": "gzip"}), 400, None, "invalid_body")
