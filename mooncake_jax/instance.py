@@ -54,6 +54,7 @@ class InstanceConfig:
     rate_limit_nbytes_per_second: float | None = None
     rails: tuple[str, ...] = ()  # addresses of NICs to exchange KV on, instead of `host`
     topology: Topology | None = None  # which of them are near which memory
+    num_nodes: int = 1  # that compute together (CPP); each as fast as the Conductor's cost model says
 
 
 class _Ports(NamedTuple):
@@ -130,6 +131,7 @@ class EngineInstance:
                 host_id=config.host_id,
                 num_slots=engine.num_slots,
                 kv_capacity_tokens=engine.num_slots * engine.max_tokens,
+                num_nodes=config.num_nodes,
             )
             self.membership = Membership(
                 config.conductor_address,

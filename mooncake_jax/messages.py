@@ -8,9 +8,10 @@ Every role answers `status` (readiness and its books: what is free, in use, leak
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvstore.block import BlockFormat
 from kvstore.rpc import Empty, Method, Service
@@ -47,6 +48,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     host_id: Name
     num_slots: Count  # prefill: prompts in flight; decode: batch size
     kv_capacity_tokens: Count
+    num_nodes: Annotated[int, Meta(ge=1, le=4096)] = 1  # X: how many nodes compute together here
 
 
 class Fetched(msgspec.Struct, frozen=True):
