@@ -9,9 +9,22 @@ from typing import Any
 
 import jax
 
+from launch.process import UsageError
+
 _MOST_CPU_DEVICES = 8
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: quota and period in microseconds
 log = logging.getLogger(__name__)
+
+
+def check_xla_flags() -> None:
+    """XLA takes XLA_FLAGS that do not begin with a hyphen for the name of a file of flags, and ends the process for flags
+    that it does not know. Raises UsageError for what is neither; the roles add none of their own."""
+    text = os.environ.get("XLA_FLAGS", "")
+    if Path(text).is_file():
+        return
+    for word in text.split():
+        if not word.startswith("--") or not word.isascii():
+            raise UsageError(f"XLA_FLAGS: {word!r} is no flag: expected --xla_NAME=VALUE, with plain hyphens")
 
 
 def cpu_devices(num_cores: int) -> int:
@@ -38,7 +51,9 @@ def compute_devices(num_devices: int = 0) -> list[Any]:
     accelerator. There may be fewer.
 
     Call it before anything computes: JAX makes its devices once. Too late, it takes those that are there and says so.
+    Raises UsageError for XLA_FLAGS that are none.
     """
+    check_xla_flags()
     wanted = num_devices or cpu_devices(usable_cores())
     try:
         jax.config.update("jax_num_cpu_devices", wanted)

@@ -100,8 +100,8 @@ def emulated_arguments(num_slots: int) -> dict[str, Any]:
     }
 
 
-def instance_config() -> InstanceConfig:
-    """From the shared flags."""
+def instance_config(num_nodes: int = 1) -> InstanceConfig:
+    """From the shared flags, for an engine on so many nodes."""
     from launch.model_source import served_name
     from mooncake_jax.instance import InstanceConfig
 
@@ -116,5 +116,6 @@ def instance_config() -> InstanceConfig:
         dram_nbytes=FLAGS.dram_bytes,
         ssd_path=FLAGS.ssd_path,
         ssd_nbytes=FLAGS.ssd_nbytes,
+        num_nodes=num_nodes,
         **transfer_rails(),
     )

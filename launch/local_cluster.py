@@ -45,6 +45,8 @@ class ClusterConfig:
     compile_cache: str = ""
     pin: bool = False
     engine_flags: tuple[str, ...] = ()  # more flags of every prefill and decode instance
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
     conductor_flags: tuple[str, ...] = ()
     num_more_conductors: int = 0  # which instances beat to as well, from `Cluster.start_conductor` on
     ready_seconds: float = 900.0
@@ -227,9 +229,10 @@ def _engines(config: ClusterConfig, directory: str, conductors: list[str]) -> di
             *config.engine_flags,
         ]
         if role == "prefill":
-            argv.append(f"--slots={config.prefill_slots}")
+            argv += [f"--slots={config.prefill_slots}", *config.prefill_flags]
         else:
             argv += [f"--slots={config.decode_slots}", f"--staging_bytes={config.staging_nbytes}"]
+            argv += config.decode_flags
         commands[name] = Command(name, tuple(argv))
     return commands
 

@@ -3,6 +3,10 @@
     python -m launch.prefill --name=prefill-0 --model=preset:tiny --directory=127.0.0.1:9000 \\
         --conductor=127.0.0.1:9001
 
+With --coordinator, several hosts compute one prompt together: the same command on each of them, where host 0 serves.
+
+    python -m launch.prefill --mesh=stage:2 --coordinator=10.0.0.1:9500 --num_hosts=2 --host_index=0 …
+
 It compiles, then registers at the Conductor. Ask it for its books:
 
     python -c "from mooncake_jax.messages import PREFILL; from kvstore.rpc import Empty, Stub; \\
@@ -16,23 +20,16 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from launch.flags import define, keep_compiled_programs, pin_to_cores
+from launch.flags import keep_compiled_programs, pin_to_cores
 from launch.huge_pages import use_huge_pages
-from launch.instance import ENGINE_FLAGS, emulated_arguments, engine_arguments, instance_config
+from launch.instance import emulated_arguments, engine_arguments, instance_config
+from launch.prefill_group import GroupFlags, define_flags, keep_member, member_name, serve_group
 from launch.process import UsageError, run_role
 
 if TYPE_CHECKING:
     from mooncake_jax.engine.contract import PrefillEngine
 
-define(*ENGINE_FLAGS)
-SLOTS = flags.DEFINE_integer("slots", 2, "Prompts in the device cache at a time.", 1)
-MESH = flags.DEFINE_string(
-    "mesh",
-    "",
-    "Devices that compute a prompt together, such as stage:4,tensor:2: pipeline stages of layers, and devices that "
-    "share the heads of a stage. On the CPU, so many devices are made. Empty: one device, or all cores.",
-)
-CHUNK = flags.DEFINE_integer("chunk", 0, "With --mesh: tokens of a chunk of the pipeline; 0: by platform.", 0)
+define_flags()
 MAX_QUEUE = flags.DEFINE_integer("max_queue", 64, "Requests queued or running; more are refused.", 1)
 FLAGS = flags.FLAGS
 
@@ -42,39 +39,48 @@ def build(stack: ExitStack) -> tuple[str, str]:
     from mooncake_jax.instance import start_prefill
     from mooncake_jax.prefill.config import PrefillConfig
 
-    engine = _engine()
-    instance = start_prefill(instance_config(), engine, PrefillConfig(max_queue=MAX_QUEUE.value))
+    _check_flags()
+    group = GroupFlags.read()
+    if group is not None and group.host_index > 0:
+        keep_member(stack, group)
+        return member_name(group.host_index), group.coordinator
+    engine = _engine() if group is None else serve_group(stack, group)
+    config = instance_config(1 if group is None else group.num_hosts)
+    instance = start_prefill(config, engine, PrefillConfig(max_queue=MAX_QUEUE.value))
     stack.callback(instance.close)
     return FLAGS.name, instance.address
 
 
-def _engine() -> PrefillEngine:
-    if CHUNK.value and not MESH.value:
+def _check_flags() -> None:
+    if FLAGS.chunk and not FLAGS.mesh:
         raise UsageError("--chunk is for the pipeline of --mesh, which is not given")
-    if MESH.value and FLAGS.engine == "emulated":
+    if FLAGS.mesh and FLAGS.engine == "emulated":
         raise UsageError("--mesh is for real devices: an emulated engine has none")
+
+
+def _engine() -> PrefillEngine:
     if FLAGS.engine == "emulated":
         from mooncake_jax.engine.emulated import EmulatedPrefillEngine
 
-        return EmulatedPrefillEngine(**emulated_arguments(SLOTS.value))
+        return EmulatedPrefillEngine(**emulated_arguments(FLAGS.slots))
     from launch.devices import compute_devices
     from mooncake_jax.engine.jax_prefill import JaxPrefillEngine
 
     keep_compiled_programs(FLAGS.compile_cache)
-    if not MESH.value:
+    if not FLAGS.mesh:
         devices = compute_devices()
-        arguments = engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value)
+        arguments = engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, FLAGS.slots)
         return JaxPrefillEngine(**arguments, devices=devices)
     from models.sharding import MeshShape
-    from mooncake_jax.engine.pipeline_prefill import PipelinePrefillEngine
+    from mooncake_jax.engine.local_stages import local_pipeline
 
     try:
-        mesh = MeshShape.parse(MESH.value)
+        mesh = MeshShape.parse(FLAGS.mesh)
         devices = compute_devices(mesh.num_devices)
-        arguments = engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, SLOTS.value)
-        return PipelinePrefillEngine(**arguments, mesh=mesh, chunk_tokens=CHUNK.value, devices=devices)
+        arguments = engine_arguments(FLAGS.model, FLAGS.dtype, FLAGS.max_tokens, FLAGS.slots)
+        return local_pipeline(**arguments, mesh=mesh, chunk_tokens=FLAGS.chunk, devices=devices)
     except ValueError as error:
-        raise UsageError(f"--mesh={MESH.value}: {error}") from error
+        raise UsageError(f"--mesh={FLAGS.mesh}: {error}") from error
 
 
 if __name__ == "__main__":

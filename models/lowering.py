@@ -127,7 +127,8 @@ def decode_group(
     x = _shape(mesh, (batch, cfg.d_model), np.float32)
     rows = (_shape(mesh, (batch,), np.int32), _shape(mesh, (batch,), np.bool_))
     call = tensor_parallel.decode_group(cfg, platform, mesh)
-    return Step(f"decode tensor:{mesh.shape[TENSOR]}", call, (layers, x, pages, *rows), donate=(2,))
+    rotation = rope.Rotation(*[_shape(mesh, (batch, 1, cfg.head_dim // 2), np.float32)] * 2)  # pyright: ignore
+    return Step(f"decode tensor:{mesh.shape[TENSOR]}", call, (layers, x, rotation, pages, *rows), donate=(3,))
 
 
 def head(cfg: LlamaConfig, platform: Platform, mesh: Mesh | AbstractMesh, *, dtype: str, rows: int) -> Step:

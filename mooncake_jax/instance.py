@@ -55,6 +55,7 @@ class InstanceConfig:
     rails: tuple[str, ...] = ()  # addresses of NICs to exchange KV on, instead of `host`
     topology: Topology | None = None  # which of them are near which memory
     upstream: Upstream | None = None  # RDMA devices to exchange KV by
+    num_nodes: int = 1  # that compute together (CPP); each as fast as the Conductor's cost model says
 
 
 class _Ports(NamedTuple):
@@ -132,6 +133,7 @@ class EngineInstance:
                 host_id=config.host_id,
                 num_slots=engine.num_slots,
                 kv_capacity_tokens=engine.num_slots * engine.max_tokens,
+                num_nodes=config.num_nodes,
             )
             for address in config.conductor_addresses:
                 membership = Membership(

@@ -48,6 +48,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     host_id: Name
     num_slots: Count  # prefill: prompts in flight; decode: batch size
     kv_capacity_tokens: Count
+    num_nodes: Annotated[int, Meta(ge=1, le=4096)] = 1  # X: how many nodes compute together here
 
 
 class Fetched(msgspec.Struct, frozen=True):

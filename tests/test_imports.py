@@ -30,6 +30,7 @@ ALLOWED_OTHERS = {
     "models": {"jax", "jaxlib", "flax", "numpy", "ml_dtypes"},
     "kvstore": {"numpy", "grpc", "msgspec", "prometheus_client"},
     "mooncake_jax/engine": {"jax", "jaxlib", "numpy", "ml_dtypes", "msgspec"},
+    "mooncake_jax/engine/group": {"grpc", "numpy", "msgspec"},
     "mooncake_jax/frontend": {"aiohttp", "grpc", "msgspec", "numpy", "prometheus_client"},
     "mooncake_jax": {"grpc", "msgspec", "numpy"},
 }

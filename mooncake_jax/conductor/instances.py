@@ -15,7 +15,8 @@ _NUM_REPLACED = 16
 
 @dataclass(slots=True, eq=False)
 class Registered:
-    """One instance that lives. `factor`: measured over modelled time, of a prefill or of a decode step."""
+    """One instance that lives. `factor`: measured over modelled time, of a prefill or of a decode step; at first what a
+    group of X nodes would take if they shared a node's work without a loss."""
 
     info: InstanceInfo
     load: InstanceLoad
@@ -105,7 +106,7 @@ class Instances:
             slots.append(None)
         slot = slots.index(None)
         load = InstanceLoad(instance.name, instance.epoch, [], 0, 0, 0, 0.0, {})
-        registered = slots[slot] = Registered(info, load, now, slot)
+        registered = slots[slot] = Registered(info, load, now, slot, factor=1.0 / info.num_nodes)
         self._by_name[instance.name] = registered
         self._name_prefill(slot, info.role, instance.name, info.home_node)
         return registered

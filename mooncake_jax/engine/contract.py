@@ -8,14 +8,20 @@ KV crosses this contract block-major, `[M, l, K, 2, Z, H]` for M blocks of a lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvstore.block import BlockFormat
+from kvstore.errors import UnavailableError
 from models.draw import Draw
 from mooncake_jax.request import Sampling
+
+
+class EngineLostError(UnavailableError):
+    """What the engine computes on is gone, and with it all that its slots held: `warm_up` gets it back, when it can be
+    had again."""
 
 
 class GroupKV(NamedTuple):
@@ -63,6 +69,16 @@ class DrawnTokens(NamedTuple):
         return top_of(self.top_tokens[slot], self.top_logprobs[slot], count)
 
 
+class TileItems(Protocol):
+    """What a tile gives, in order. `close` before the end gives the tile up, also before the first item."""
+
+    def __iter__(self) -> Iterator[GroupKV | PromptScores | Sampled]: ...
+
+    def __next__(self) -> GroupKV | PromptScores | Sampled: ...
+
+    def close(self) -> None: ...
+
+
 class PrefillEngine(Protocol):
     """Computes prompts chunk by chunk into device slots."""
 
@@ -80,10 +96,19 @@ class PrefillEngine(Protocol):
         """
 
     def warm_up(self) -> None:
-        """Compile everything that serving can need; `compiles_after_ready` counts from here."""
+        """Compile everything that serving can need; `compiles_after_ready` counts from here.
+
+        Again after EngineLostError, which this raises too while the engine cannot be had: try again.
+        """
 
     @property
     def compiles_after_ready(self) -> int: ...
+
+    def feed_from(self, feed: Callable[[], None]) -> None:
+        """`feed` is called, in the engine's thread and from within `next` of an open tile, whenever another tile could
+        enter without delaying those that are open: it may call `prefill`. An engine that computes one tile at a time
+        never calls it.
+        """
 
     def prefill(
         self,
@@ -95,7 +120,7 @@ class PrefillEngine(Protocol):
         sample: Sampling | None = None,
         prompt: np.ndarray | None = None,
         targets: np.ndarray | None = None,
-    ) -> Generator[GroupKV | PromptScores | Sampled]:
+    ) -> TileItems:
         """Compute `tokens` (`[T]`, T ≤ `tile_tokens`) at positions start … start+T-1 of `slot`; start is a multiple of Z.
 
         `load(group)`, given on the first tile of a request with a reused prefix, returns that layer group's range of each
@@ -104,9 +129,9 @@ class PrefillEngine(Protocol):
         in order; then, if `targets` `[≤ T]` are given (the tokens that follow), one PromptScores of them; then, if
         `sample` is given (last tile), one Sampled with step 0 of its seed. `prompt` is the whole prompt, for a
         `sample` that looks back. The cache is written for valid tokens only: padding is never read by anyone. Raises
-        ValueError for tokens or positions out of range; whatever `load` raises passes through, and the slot may be
-        used again. The views of `load` must not change until the last item came or, where this is left early, it was
-        closed.
+        ValueError for tokens or positions out of range and EngineLostError; whatever `load` raises passes through, and
+        the slot may be used again. The views of `load` must not change until the last item came or, where this is left
+        early, it was closed.
         """
         ...
 

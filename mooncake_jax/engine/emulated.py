@@ -69,6 +69,9 @@ class EmulatedPrefillEngine:
     def attach(self, memory: np.ndarray) -> None:
         """Nothing is read in place: the bytes of a prefix are copied."""
 
+    def feed_from(self, feed: Callable[[], None]) -> None:
+        """See the contract: one tile at a time."""
+
     def warm_up(self) -> None:
         """Nothing to compile."""
 

@@ -6,7 +6,6 @@ A step runs slots 0 … b-1 for the smallest compiled b that covers every active
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from models import cache, llama, rope
 from models import draw as draws
@@ -21,9 +21,10 @@ from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
 from models.rope import Rotation
-from models.split import ByHeads
+from models.sharding import MeshShape
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import BatchRows, DrawnTokens
+from mooncake_jax.engine.decode_devices import DecodeDevices
 from mooncake_jax.engine.drawing import Drawing
 from mooncake_jax.engine.jax_prefill import block_format
 
@@ -42,8 +43,8 @@ class _Programs(NamedTuple):
 class JaxDecodeEngine:
     """`mooncake_jax.engine.contract.DecodeEngine` on JAX. Owned by one thread.
 
-    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). It computes on one
-    device: few rows spend their time reading weights, and two devices that share memory read them no faster.
+    `params` is a host pytree (see `models.llama.param_table`) in `dtype` ("bfloat16" or "float32"). On one device, unless
+    `mesh` has several that share the heads: where devices share memory they read weights no faster than one does.
     """
 
     def __init__(
@@ -57,7 +58,11 @@ class JaxDecodeEngine:
         fingerprint: bytes,
         insert_blocks: int = 8,
         platform: Platform | None = None,
+        mesh: MeshShape | None = None,
+        devices: Sequence[Any] | None = None,
     ) -> None:
+        """`devices` are those of `mesh`; None: the first of this process. Raises ValueError with the reason for a mesh
+        that the model or the devices do not fit."""
         if not 1 <= max_tokens <= cfg.max_position:
             raise ValueError(
                 f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens"
@@ -74,17 +79,20 @@ class JaxDecodeEngine:
         self._cfg = cfg
         self._platform = platform or platforms.current()
         self._batches = buckets(1, num_slots)
-        params = jax.tree.map(jax.device_put, llama.prepare(cfg, params, dtype, self._platform))
-        self._embedding = params["embed"]
-        self._head_params = {"final_norm": params["final_norm"], "lm_head": params["lm_head"]}
-        size = cfg.layers_per_group
-        self._layers = [params["layers"][i : i + size] for i in range(0, cfg.num_layers, size)]
+        self._devices = DecodeDevices(_checked(mesh, cfg, devices))
+        params = llama.prepare(cfg, params, dtype, self._platform)
+        self._embedding = self._devices.whole(params["embed"])
+        head = {name: self._devices.on_first(params[name]) for name in ("final_norm", "lm_head")}
+        layers, size = self._devices.layers(cfg, params["layers"]), cfg.layers_per_group
+        self._layers = [layers[i : i + size] for i in range(0, cfg.num_layers, size)]
         self._storage = self._platform.storage_dtype(dtype)
         self._num_blocks = self.format.num_blocks(max_tokens)
         self.insert_blocks = min(insert_blocks, 1 << (self._num_blocks.bit_length() - 1))
         run = max(self._platform.decode_pages(cfg, batch) for batch in self._batches)
         self._num_pages = -(-self._num_blocks // run) * run  # attention reads whole runs of pages
-        self._drawing = Drawing(cfg, self._platform, self._head_params, batches=self._batches)
+        self._drawing = Drawing(
+            cfg, self._platform, head, batches=self._batches, place=self._devices.on_first
+        )
         self._compiles = process_compiles()
         self._ready_at: int | None = None
         self._programs: _Programs | None = None
@@ -171,6 +179,7 @@ class JaxDecodeEngine:
                 x, self._cache[group] = compiled.group[batch](
                     layers, x, rotation, self._cache[group], positions, active
                 )
+            x = self._devices.on_first(x)
             drawn = self._drawing.finish(self._drawing.start(x, rows.draw, rows.active))
         self._held[slots, rows.positions[slots] // self._cfg.block_tokens] = True
         return self._all_slots(drawn)
@@ -234,14 +243,14 @@ class JaxDecodeEngine:
         shape = cache.pages_shape(self._cfg, self.num_slots, self._num_pages)
         layers = range(self._cfg.layers_per_group)
         self._cache = [
-            [jax.device_put(np.full(shape, 0, self._storage)) for _ in layers]  # touched, not only mapped
+            [self._devices.empty_pages(shape, self._storage) for _ in layers]
             for _ in range(self.format.num_groups)
         ]
         self._drawing.reset()
         self._held = np.zeros((self.num_slots, self._num_blocks), np.bool_)  # blocks that were ever written
 
     def _compile(self) -> _Programs:
-        cfg, platform, zero = self._cfg, self._platform, np.int32(0)
+        cfg, zero, where = self._cfg, np.int32(0), self._devices.of_whole
         embed, group = {}, {}
 
         def embed_step(
@@ -249,24 +258,34 @@ class JaxDecodeEngine:
         ) -> tuple[jax.Array, Rotation]:
             return llama.embed(table, tokens), rope.rotation(cfg, positions)
 
-        group_step = functools.partial(llama.decode_group, cfg, platform, ByHeads(1))
+        group_step = self._devices.group_step(cfg, self._platform)
         for batch in self._batches:
-            x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32)
+            x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32, sharding=where)
             ids, active = np.zeros(batch, np.int32), np.zeros(batch, np.bool_)
-            angles = jax.ShapeDtypeStruct((batch, 1, cfg.head_dim // 2), jnp.float32)
+            angles = jax.ShapeDtypeStruct((batch, 1, cfg.head_dim // 2), jnp.float32, sharding=where)
             rotation = Rotation(angles, angles)  # pyright: ignore[reportArgumentType]
-            embed[batch] = program(embed_step, self._embedding, ids, ids)
+            embed[batch] = program(embed_step, self._embedding, ids, ids, out_shardings=where)
             group[batch] = program(
                 group_step, self._layers[0], x, rotation, self._cache[0], ids, active, donate=[3]
             )
         insert = {}
         for run in buckets(1, self.insert_blocks):
             blocks = jax.ShapeDtypeStruct((run, *self.format.shape), self._storage)
-            insert[run] = program(cache.insert_blocks, self._cache, blocks, zero, zero, donate=[0])
-        return _Programs(embed, group, insert, program(cache.extract_block, self._cache, zero, zero))
+            insert[run] = program(self._devices.insert_step(), self._cache, blocks, zero, zero, donate=[0])
+        extract = program(self._devices.extract_step(), self._cache, zero, zero)
+        return _Programs(embed, group, insert, extract)
 
     @property
     def _compiled(self) -> _Programs:
         if self._programs is None:
             raise RuntimeError("decode engine: call warm_up() before the first use")
         return self._programs
+
+
+def _checked(mesh: MeshShape | None, cfg: LlamaConfig, devices: Sequence[Any] | None) -> Mesh | None:
+    if mesh is None:
+        return None
+    if mesh.num_devices != mesh.tensor:
+        raise ValueError(f"mesh {mesh}: decode is shared by tensor alone; stages are for prefill")
+    mesh.check(cfg)
+    return mesh.make(devices)

@@ -133,6 +133,9 @@ class JaxPrefillEngine:
             )
         self._store = StoreMemory(self._mesh, self.format, self._storage, self._num_places, memory)
 
+    def feed_from(self, feed: Callable[[], None]) -> None:
+        """See the contract: one tile at a time."""
+
     def warm_up(self) -> None:
         """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
         if not self._steps.is_compiled:

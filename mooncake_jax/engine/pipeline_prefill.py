@@ -8,33 +8,20 @@ as long as the next is opened before the last items of the one before are taken.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from models import llama, ticks
-from models import platform as platforms
-from models.config import LlamaConfig
-from models.platform import Platform
-from models.sharding import MeshShape
+from models import ticks
 from models.ticks import Chunk, Tick
-from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles
-from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
-from mooncake_jax.engine.draw_rows import one_row
-from mooncake_jax.engine.drawing import Drawing
-from mooncake_jax.engine.jax_prefill import block_format
-from mooncake_jax.engine.pipeline_steps import Given, PipelineSteps
+from mooncake_jax.engine.compiles import binary_runs, buckets
+from mooncake_jax.engine.contract import EngineLostError, GroupKV, Sampled, TileItems
+from mooncake_jax.engine.stages import Ran, Stages
 from mooncake_jax.engine.tile_checks import check_prefix, checked_tokens
 from mooncake_jax.request import Sampling
-
-_SMALLEST_CHUNK = 16
-_LOAD_BLOCKS = 16  # prefix blocks that one program inserts, at most; a power of two
-_CHUNKS_PER_STAGE = 2  # of a tile: the more, the fewer bubbles where tiles do not overlap
 
 
 @dataclass(eq=False)
@@ -59,109 +46,51 @@ class _Running(NamedTuple):
 
     tick: Tick
     tiles: tuple[_Tile | None, ...]  # of each stage's chunk
-    given: Given
+    ran: Ran
 
 
 class PipelinePrefillEngine:
-    """`mooncake_jax.engine.contract.PrefillEngine` on the devices of a mesh. Owned by one thread.
+    """`mooncake_jax.engine.contract.PrefillEngine` over `stages`. Owned by one thread; scores no prompts (`targets`)."""
 
-    `params` is a host pytree (see `models.llama.param_table`) in `dtype`. Raises ValueError with the reason for a mesh
-    that the model or the devices do not fit. Prompts are not scored (`targets`).
-    """
-
-    def __init__(
-        self,
-        cfg: LlamaConfig,
-        params: llama.Params,
-        *,
-        mesh: MeshShape,
-        dtype: str,
-        num_slots: int,
-        max_tokens: int,
-        fingerprint: bytes,
-        chunk_tokens: int = 0,
-        platform: Platform | None = None,
-        devices: Sequence[Any] | None = None,
-    ) -> None:
-        """`chunk_tokens` 0: as many as the platform's largest tile."""
-        mesh.check(cfg)
-        if mesh.data > 1:
-            raise ValueError(f"mesh {mesh}: one prefill engine has one pipeline; run {mesh.data} of them")
-        if (cfg.num_layers // mesh.stage) % cfg.layers_per_group:
-            raise ValueError(
-                f"mesh {mesh}: {cfg.num_layers // mesh.stage} layers a stage are not whole layer groups of "
-                f"{cfg.layers_per_group}"
-            )
-        if not 1 <= max_tokens <= cfg.max_position:
-            raise ValueError(
-                f"max_tokens {max_tokens}: the model has positions for 1 … {cfg.max_position} tokens"
-            )
-        if num_slots < 1 or chunk_tokens < 0:
-            raise ValueError(f"num_slots {num_slots}, chunk_tokens {chunk_tokens}: must be positive")
-        self.format = block_format(cfg, dtype)
-        self.fingerprint, self.vocab_size = fingerprint, cfg.vocab_size
-        self.max_tokens, self.num_slots = max_tokens, num_slots
-        self._platform = platform or platforms.current()
-        Z = cfg.block_tokens
-        self._chunk_tokens = -(-min(chunk_tokens or self._platform.tile_tokens, max_tokens) // Z) * Z
-        self.tile_tokens = self._chunk_tokens * min(
-            _CHUNKS_PER_STAGE * mesh.stage, -(-max_tokens // self._chunk_tokens)
-        )
-        sizes = buckets(min(_SMALLEST_CHUNK, self._chunk_tokens), self._chunk_tokens)
-        run = math.lcm(*(self._platform.prefill_pages(cfg, size) for size in sizes))
-        pages = -(-max_tokens // Z) + self._chunk_tokens // Z  # room for the padding of the last chunk
-        params = llama.prepare(cfg, params, dtype, self._platform)
-        self._storage = self._platform.storage_dtype(dtype)
-        self._steps = PipelineSteps(
-            cfg,
-            self._platform,
-            mesh.make(devices),
-            params,
-            dtype=dtype,
-            sizes=sizes,
-            num_slots=num_slots,
-            num_pages=-(-pages // run) * run,
-        )
-        self._head_device = self._steps.last_device
-        head = {name: params[name] for name in ("final_norm", "lm_head")}
-        self._drawing = Drawing(
-            cfg,
-            self._platform,
-            jax.device_put(head, self._head_device),
-            batches=[1],
-            place=lambda array: jax.device_put(array, self._head_device),
-        )
-        self._groups_per_stage = self.format.num_groups // mesh.stage
-        self._load_blocks = min(_LOAD_BLOCKS, 1 << ((-(-max_tokens // Z)).bit_length() - 1))
-        self._compiles, self._ready_at = process_compiles(), None
+    def __init__(self, stages: Stages):
+        self._stages, self._plan = stages, stages.plan
+        self.format, self.fingerprint = self._plan.format, self._plan.fingerprint
+        self.vocab_size, self.max_tokens = self._plan.vocab_size, self._plan.max_tokens
+        self.num_slots, self.tile_tokens = self._plan.num_slots, self._plan.tile_tokens
+        self._ready_at: int | None = None
+        self._feed: Callable[[], None] = lambda: None
         self._numbers = itertools.count()
-        self._reset()
+        self._busy = self._cells = 0
+        self._clear()
 
     @property
     def compiles_after_ready(self) -> int:
-        """New executables in this process since the last `warm_up`; 0 before the first."""
-        return 0 if self._ready_at is None else self._compiles.total - self._ready_at
+        """New executables in the processes of the stages since the last `warm_up`; 0 before the first."""
+        return 0 if self._ready_at is None else self._stages.compiles - self._ready_at
 
     @property
     def bubble_fraction(self) -> float:
-        """Of all ticks so far."""
+        """Of all ticks since `warm_up`."""
         return ticks.Occupancy(self._busy, self._cells).bubble_fraction
 
     def attach(self, memory: np.ndarray) -> None:
         """See the contract: blocks are copied into the devices' caches."""
 
+    def feed_from(self, feed: Callable[[], None]) -> None:
+        """See the contract."""
+        self._feed = feed
+
     def warm_up(self) -> None:
         """Compile and run every program once. May be called again: compiles nothing, and counts from then on."""
-        if not self._steps.is_compiled:
-            self._steps.compile(buckets(1, self._load_blocks))
-            self._drawing.compile()
-            self._drawing.warm_up()
+        if not self._stages.is_ready:
+            self._clear()
+            self._stages.start()
             block = np.zeros(self.format.group_shape, self.format.item_dtype)
-            for size in self._steps.sizes:
+            for size in self._plan.sizes:
                 tokens = np.zeros(min(size, self.max_tokens), np.int32)
                 for _ in self.prefill(0, tokens, 0, sample=Sampling()):
                     pass
-            for count in buckets(1, self._load_blocks):
+            for count in buckets(1, self._plan.load_blocks):
                 if (count * self.format.block_tokens) < self.max_tokens:
                     for _ in self.prefill(
                         0,
@@ -171,8 +100,8 @@ class PipelinePrefillEngine:
                     ):
                         pass
             self._filled[:] = 0
-            self._busy = self._cells = 0
-        self._ready_at = self._compiles.total
+        self._busy = self._cells = 0
+        self._ready_at = self._stages.compiles
 
     def prefill(
         self,
@@ -184,9 +113,11 @@ class PipelinePrefillEngine:
         sample: Sampling | None = None,
         prompt: np.ndarray | None = None,
         targets: np.ndarray | None = None,
-    ) -> Generator[GroupKV | PromptScores | Sampled]:
+    ) -> TileItems:
         """See the contract. The tile's chunks enter the pipeline now; several tiles may be open at a time."""
-        if not self._steps.is_compiled:
+        if not self._stages.is_ready:
+            if self._ready_at is not None:
+                raise EngineLostError("the stages of the pipeline are not there")
             raise RuntimeError("prefill engine: call warm_up() before the first use")
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} of {self.num_slots}")
@@ -203,33 +134,34 @@ class PipelinePrefillEngine:
             for _ in range(self.format.num_groups)
         ]
         tile = _Tile(slot, start, tokens, load, sample, prompt, blocks)
-        for chunk in ticks.cut(next(self._numbers), slot, start, start + tokens.size, self._chunk_tokens):
-            self._entering.append((chunk, tile))
+        chunks = ticks.cut(next(self._numbers), slot, start, start + tokens.size, self._plan.chunk_tokens)
+        self._entering.extend((chunk, tile) for chunk in chunks)
         self._filled[slot] = start + tokens.size
-        return self._items(tile)
+        return _Items(self, tile)
 
-    def _items(self, tile: _Tile) -> Generator[GroupKV | PromptScores | Sampled]:
-        try:
-            while True:
-                while tile.ready:
-                    yield tile.ready.popleft()
-                if tile.error is not None:
-                    raise tile.error
-                if tile.is_done:
-                    return
-                self._advance()
-        finally:
-            if not tile.is_done:
-                self._drop(tile)
+    def next_item(self, tile: _Tile) -> GroupKV | Sampled:
+        """Runs ticks until `tile` has one more. Raises StopIteration after the last, or its error."""
+        while not tile.ready:
+            if tile.error is not None:
+                self.drop(tile)
+                raise tile.error
+            if tile.is_done or tile.is_dropped:
+                raise StopIteration
+            self._advance()
+        return tile.ready.popleft()
 
-    def _drop(self, tile: _Tile) -> None:
-        """Chunks that did not enter will not; those on the way finish for no one."""
+    def drop(self, tile: _Tile) -> None:
+        """Nobody asks for its items any more: chunks that did not enter will not; those on the way finish for no one."""
+        if tile.is_done or tile.is_dropped:
+            return
         tile.is_dropped = True
         self._entering = deque(pair for pair in self._entering if pair[1] is not tile)
         self._filled[tile.slot] = 0
 
     def _advance(self) -> None:
         """Dispatch the next tick, if there is anything to compute, and take in the one before it."""
+        if not self._entering:
+            self._feed()
         try:
             if self._entering or any(self._tick[:-1]):
                 self._dispatch()
@@ -251,17 +183,23 @@ class PipelinePrefillEngine:
         tokens = np.zeros(0, np.int32)
         if first is not None and entering is not None:
             tokens = first.tokens[entering.start - first.start : entering.stop - first.start]
-        given = self._steps.tick(self._tick, tokens)
+        leaving, last = self._tick[-1], self._tiles[-1]
+        sample, prompt = None, np.zeros(0, np.int32)
+        if leaving is not None and last is not None and leaving.is_last and not last.is_dropped:
+            sample = last.sample
+            if sample is not None and sample.looks_back and last.prompt is not None:
+                prompt = last.prompt
+        ran = self._stages.tick(self._tick, tokens, sample, prompt)
         self._busy += sum(chunk is not None for chunk in self._tick)
         self._cells += len(self._tick)
-        self._running.append(_Running(self._tick, self._tiles, given))
+        self._running.append(_Running(self._tick, self._tiles, ran))
 
     def _load_prefix(self, stage: int, tile: _Tile) -> None:
         """The prefix of a stage's layers, before its first chunk. What `load` raises is the tile's error, nobody else's."""
         if tile.load is None or tile.is_dropped or tile.error is not None:
             return
         count = tile.start // self.format.block_tokens
-        groups = range(stage * self._groups_per_stage, (stage + 1) * self._groups_per_stage)
+        groups = range(stage * self._plan.groups_per_stage, (stage + 1) * self._plan.groups_per_stage)
         try:
             prefix = [tile.load(group) for group in groups]
             for group, blocks in zip(groups, prefix, strict=True):
@@ -270,58 +208,67 @@ class PipelinePrefillEngine:
             tile.error = error
             return
         first = 0
-        for run in binary_runs(count, self._load_blocks):
+        for run in binary_runs(count, self._plan.load_blocks):
             part = np.stack(
                 [np.concatenate([blocks[i] for blocks in prefix]) for i in range(first, first + run)]
             )
-            self._steps.insert(stage, tile.slot, first, part.view(self._storage))
+            self._stages.insert(stage, tile.slot, first, part)
             first += run
 
-    def _collect(self, ran: _Running) -> None:
-        for stage, (chunk, tile) in enumerate(zip(ran.tick, ran.tiles, strict=True)):
+    def _collect(self, running: _Running) -> None:
+        for stage, (chunk, tile) in enumerate(zip(running.tick, running.tiles, strict=True)):
             if chunk is None or tile is None or tile.is_dropped or tile.error is not None:
                 continue
-            self._take(stage, chunk, tile, ran.given)
+            self._take(stage, chunk, tile, running.ran)
 
-    def _take(self, stage: int, chunk: Chunk, tile: _Tile, given: Given) -> None:
+    def _take(self, stage: int, chunk: Chunk, tile: _Tile, ran: Ran) -> None:
         """A chunk's new KV of a stage; what the tile's last chunk completes is ready."""
         Z, l = self.format.block_tokens, self.format.layers_per_group  # noqa: E741
-        new = given.stage_blocks(stage).view(self.format.item_dtype)
+        new = ran.blocks(stage)
         first, count = (chunk.start - tile.start) // Z, self.format.num_blocks(chunk.num_tokens)
-        for i in range(self._groups_per_stage):
-            group = stage * self._groups_per_stage + i
+        for i in range(self._plan.groups_per_stage):
+            group = stage * self._plan.groups_per_stage + i
             tile.blocks[group][first : first + count] = new[:count, i * l : (i + 1) * l]
             if chunk.is_last:
                 tile.ready.append(GroupKV(group, tile.start // Z, tile.blocks[group]))
         if chunk.is_last and stage == len(self._tick) - 1:
             if tile.sample is not None:
-                tile.ready.append(self._draw(tile, given.row_on(self._head_device)))
+                tile.ready.append(ran.sampled())
             tile.is_done = True
-
-    def _draw(self, tile: _Tile, row: jax.Array) -> Sampled:
-        assert tile.sample is not None
-        if tile.sample.looks_back and tile.prompt is not None:
-            self._drawing.remember(0, tile.prompt, [])
-        drawn = self._drawing.start(row, one_row(tile.sample, step=0), np.ones(1, np.bool_))
-        first = self._drawing.finish(drawn)
-        return Sampled(int(first.tokens[0]), float(first.logprobs[0]), first.top(0, tile.sample.num_top))
 
     def _fail(self, error: Exception) -> None:
         """A failed step may have consumed its donated cache: start again from an empty one. All open tiles end."""
-        failure = RuntimeError(f"a step failed, and every slot is empty now: {error}")
-        failure.__cause__ = error
+        failure: Exception = error
+        if not isinstance(error, EngineLostError):
+            failure = RuntimeError(f"a step failed, and every slot is empty now: {error}")
+            failure.__cause__ = error
         open_tiles = {tile for _, tile in self._entering} | {t for r in self._running for t in r.tiles if t}
         for tile in open_tiles | {tile for tile in self._tiles if tile is not None}:
             tile.error = tile.error or failure
-        self._reset()
+        self._clear()
+        if not isinstance(error, EngineLostError):
+            self._stages.reset()
 
-    def _reset(self) -> None:
-        self._steps.reset()
-        self._drawing.reset()
-        X = self._steps.num_stages
+    def _clear(self) -> None:
+        X = self._plan.num_stages
         self._entering: deque[tuple[Chunk, _Tile]] = deque()
         self._tick: Tick = (None,) * X
         self._tiles: tuple[_Tile | None, ...] = (None,) * X
         self._running: deque[_Running] = deque()
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds, or will
-        self._busy = self._cells = 0
+
+
+class _Items:
+    """`contract.TileItems` of one tile."""
+
+    def __init__(self, engine: PipelinePrefillEngine, tile: _Tile):
+        self._engine, self._tile = engine, tile
+
+    def __iter__(self) -> _Items:
+        return self
+
+    def __next__(self) -> GroupKV | Sampled:
+        return self._engine.next_item(self._tile)
+
+    def close(self) -> None:
+        self._engine.drop(self._tile)

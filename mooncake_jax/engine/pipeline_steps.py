@@ -62,7 +62,7 @@ class PipelineSteps:
         self._layers = pipeline.place_layers(cfg, mesh, params["layers"])
         self._by_stage = NamedSharding(mesh, PartitionSpec(STAGE))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._embedding = jax.device_put(params["embed"], self._everywhere)
+        self._embedding = _put(params["embed"], self._everywhere)
         self._pages_like = pipeline.abstract_pages(cfg, mesh, self._storage, num_slots, num_pages)
         self._x_like = pipeline.abstract_x(cfg, mesh, dtype, self.sizes[-1])
         self._empty = program(
@@ -146,7 +146,12 @@ class PipelineSteps:
         return pipeline.abstract_blocks(self._cfg, self._mesh, self._storage, count)
 
     def _put_tokens(self, tokens: np.ndarray) -> jax.Array:
-        return jax.device_put(tokens, self._everywhere)
+        return _put(tokens, self._everywhere)
 
     def _put_numbers(self, numbers: Any) -> jax.Array:
-        return jax.device_put(np.asarray(numbers, np.int32), self._by_stage)
+        return _put(np.asarray(numbers, np.int32), self._by_stage)
+
+
+def _put(array: np.ndarray, where: NamedSharding) -> jax.Array:
+    """On the devices of this process; others put their own shares (`jax.device_put` would compare all processes')."""
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])

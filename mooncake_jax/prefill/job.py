@@ -16,7 +16,7 @@ from kvstore.node import Node
 from kvstore.transfer.engine import TransferEngine
 from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.prompt_logprobs import prompt_logprobs
-from mooncake_jax.prefill.discipline import Candidate
+from mooncake_jax.prefill.discipline import Candidate, next_tile
 from mooncake_jax.prefill.fetch_times import FetchTimes
 from mooncake_jax.prefill.home_copy import HomeCopy
 from mooncake_jax.prefill.lease import StagingLease
@@ -48,6 +48,7 @@ class PrefillJob:
         self.events: queue.SimpleQueue[FirstToken | StoreError | None] = queue.SimpleQueue()
         self.slot: int | None = None
         self.position = 0  # tokens in the cache
+        self._opened = 0  # tokens cached, or in tiles that the engine was given
         self.cancelled = False
         self._paths, self._on_progress = paths, on_progress
         self._keys = request.placement.keys
@@ -89,6 +90,11 @@ class PrefillJob:
         """The prefix is there, or will be by the time a layer group needs it."""
         return self._prefix.is_ready
 
+    @property
+    def is_open_to_its_end(self) -> bool:
+        """The engine was given all that is left of it."""
+        return self.slot is not None and self._opened == len(self.tokens)
+
     def candidate(self, now_seconds: float) -> Candidate:
         waited = now_seconds - self._arrived - self._served_seconds
         return Candidate(waited, self.remaining_tokens, self.slot is not None)
@@ -106,12 +112,18 @@ class PrefillJob:
 
     @property
     def load(self) -> Callable[[int], list[np.ndarray]] | None:
-        """For `PrefillEngine.prefill`: given on the first tile of a request with a reused prefix."""
-        return self._prefix.load if self._loads_prefix else None
+        """For `PrefillEngine.prefill` of the next tile: given on the first one of a request with a reused prefix."""
+        is_first = self._opened == self._prefix.num_blocks * self._paths.format.block_tokens
+        return self._prefix.load if self._loads_prefix and is_first else None
 
-    def tile_begins(self) -> None:
-        """The engine computes for it from now on."""
-        self._tile_began = time.monotonic()
+    def open_tile(self, tile_tokens: int) -> tuple[int, int]:
+        """`[start, stop)` of the next tile of at most so many tokens, which the engine is given now."""
+        start, self._opened = next_tile(self._opened, len(self.tokens), tile_tokens)
+        return start, self._opened
+
+    def tile_begins(self, at_seconds: float) -> None:
+        """The engine computes for it alone since then."""
+        self._tile_began = at_seconds
 
     def add_new(self, kv: GroupKV, num_tokens: int) -> None:
         """New KV of a tile of `num_tokens` tokens.
@@ -193,7 +205,7 @@ class PrefillJob:
         cached = self._prefix.begin()
         self._scores = []
         self._lost_seconds = self._served_seconds  # of tiles before, whose KV is not there any more
-        self.position = cached * f.block_tokens
+        self.position = self._opened = cached * f.block_tokens
         self._loads_prefix = cached > 0
         home_copy = HomeCopy(home, f, self._keys[cached:], cached)
         try:

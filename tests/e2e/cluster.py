@@ -260,11 +260,14 @@ class LocalCluster:
     def counters(self, name: str) -> dict[str, float]:
         return self.instances[name].service.load().counters
 
+    def keys(self, tokens: Sequence[int], node: str = "prefill-0", salt: str = "") -> list[bytes]:
+        """Of the full blocks of `tokens`, as `node` names them."""
+        engine = self.engines[node]
+        return chain_keys(root_key(engine.fingerprint, salt), tokens, engine.format.block_tokens)
+
     def wait_held(self, node: str, tokens: Sequence[int], blocks: range, salt: str = "") -> None:
         """Returns when the Conductor and all instances know that `node` holds these blocks of `tokens`."""
-        engine = self.engines[node]
-        keys = chain_keys(root_key(engine.fingerprint, salt), tokens, engine.format.block_tokens)
-        keys = keys[blocks.start : blocks.stop]
+        keys = self.keys(tokens, node, salt)[blocks.start : blocks.stop]
         assert len(keys) == len(blocks)
         for replica in self._replicas:
             wait_until(

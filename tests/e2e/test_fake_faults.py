@@ -343,35 +343,25 @@ def test_staging_memory_is_free_while_the_answer_is_generated():
 
 
 def test_a_short_prompt_passes_a_long_one_at_a_tile_edge():
-    first_tile, go = threading.Event(), threading.Event()
+    first_tile, go, tiles = threading.Event(), threading.Event(), []
 
     def before_group(slot: int, start: int, group: int) -> None:
+        if group == 0:
+            tiles.append((slot, start))
         first_tile.set()
         assert go.wait(20)
 
     engine = lambda: FakePrefillEngine(before_group=before_group)  # noqa: E731
     with LocalCluster(num_prefill=1, num_decode=1, prefill_engine=engine) as cluster:
-        ended = []
-
-        def ask(name: str, tokens: list[int]) -> None:
-            call = cluster.call(tokens)
-            placement = call.place()
-            handle = call.reserve(placement)
-            first, _ = call.prefill(placement, handle)
-            ended.append(name)
-            events = call.generate(placement, handle, first.token)
-            assert [first.token, *(t for event in events for t in event.tokens)] == answer(tokens, 6)
-            call.end(ok=True)
-
         with ThreadPoolExecutor(2) as pool:
-            long = pool.submit(ask, "long", prompt(200))
+            long = pool.submit(cluster.ask, prompt(200))
             assert first_tile.wait(20)
-            short = pool.submit(ask, "short", prompt(5, seed=1))
+            short = pool.submit(cluster.ask, prompt(5, seed=1))
             wait_until(lambda: cluster.books("prefill-0")["queued_requests"] == 2, "both are there")
             go.set()
-            long.result()
-            short.result()
-        assert ended == ["short", "long"]
+            assert long.result().tokens == answer(prompt(200), 6)
+            assert short.result().tokens == answer(prompt(5, seed=1), 6)
+        assert tiles[:3] == [(0, 0), (1, 0), (0, 8)]
 
 
 def test_leaving_the_stream_stops_the_work_at_the_next_tile():

@@ -190,6 +190,9 @@ class FakePrefillEngine:
     def attach(self, memory: np.ndarray) -> None:
         """Prefixes are copied."""
 
+    def feed_from(self, feed: Callable[[], None]) -> None:
+        """See the contract: one tile at a time."""
+
     def warm_up(self) -> None:
         self._thread.check()
 

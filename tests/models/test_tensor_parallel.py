@@ -40,7 +40,7 @@ def test_decode_over_heads_equals_one_device():
     table = llama.param_table(CFG)["layers"]
     layers = tensor_parallel.place(table, mesh, PARAMS)
     step = jax.jit(tensor_parallel.decode_group(CFG, CPU, mesh))
-    got_x, got_pages = step(layers, x, pages, positions, active)
+    got_x, got_pages = step(layers, x, rotation, pages, positions, active)
     np.testing.assert_allclose(got_x[active], expected_x[active], atol=1e-4)
     for got, expected in zip(got_pages, expected_pages, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-4)

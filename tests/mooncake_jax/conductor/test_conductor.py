@@ -266,6 +266,14 @@ def test_the_factor_follows_measured_prefills_and_stays_bounded(make_cluster):
     assert cluster.conductor.view.prefill.factor.tolist() == [16.0]
 
 
+def test_a_group_of_nodes_is_forecast_to_share_the_work(make_cluster):
+    cluster = make_cluster(prefill=1, decode=1)
+    cluster.register("p1", num_nodes=4)
+    assert cluster.place(distinct(0), request_id="a").prefill.name == "p1"
+    factors = cluster.conductor.view.prefill.factor.tolist()
+    assert factors == [1.0, 0.25]
+
+
 def test_a_prefill_that_waited_for_a_fetch_teaches_nothing(make_cluster):
     cluster = make_cluster(prefill=1, decode=1)
     cluster.hold("elsewhere", LONG)

@@ -9,6 +9,7 @@ from models import llama
 from models.config import preset
 from models.sharding import MeshShape
 from mooncake_jax.engine.contract import GroupKV, Sampled
+from mooncake_jax.engine.local_stages import local_pipeline
 from mooncake_jax.engine.pipeline_prefill import PipelinePrefillEngine
 from mooncake_jax.engine.pipeline_steps import PipelineSteps
 from mooncake_jax.request import Sampling
@@ -21,9 +22,7 @@ HOW = {"dtype": "float32", "num_slots": 2, "max_tokens": MAX_TOKENS, "fingerprin
 
 @pytest.fixture(scope="module")
 def piped(pair) -> PipelinePrefillEngine:
-    engine = PipelinePrefillEngine(
-        pair.cfg, pair.params, mesh=MeshShape(stage=X, tensor=2), chunk_tokens=Z, **HOW
-    )
+    engine = local_pipeline(pair.cfg, pair.params, mesh=MeshShape(stage=X, tensor=2), chunk_tokens=Z, **HOW)
     engine.warm_up()
     return engine
 
@@ -114,6 +113,9 @@ def test_a_call_that_is_left_early_disturbs_nobody(pair, piped):
     left = piped.prefill(0, PROMPT[:64], 0)
     next(left)
     left.close()
+    unread = piped.prefill(1, PROMPT[:64], 0)
+    unread.close()
+    assert not piped._entering
     with pytest.raises(ValueError, match="start 64 of slot 0, which holds 0"):
         piped.prefill(0, PROMPT[64:], 64)
     assert compute(piped, 0, OTHER)[1].token == compute(pair.prefill, 0, OTHER)[1].token
@@ -148,7 +150,7 @@ def test_nothing_compiles_after_warm_up(piped):
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_the_reason(mesh, reason):
     with pytest.raises(ValueError, match=reason):
-        PipelinePrefillEngine(CFG, llama.init_params(CFG, 0, "float32"), mesh=MeshShape.parse(mesh), **HOW)
+        local_pipeline(CFG, llama.init_params(CFG, 0, "float32"), mesh=MeshShape.parse(mesh), **HOW)
 
 
 def test_prompts_are_not_scored(piped):
