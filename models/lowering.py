@@ -181,7 +181,7 @@ def prefill_memory(cfg: LlamaConfig, platform: Platform, step: Step, head_step: 
 
 def decode_memory(cfg: LlamaConfig, platform: Platform, step: Step, head_step: Step) -> Memory:
     """Of all layer groups of `decode_group`, the embedding and the head."""
-    layers, x, pages, *_ = step.args
+    layers, x, _, pages, *_ = step.args
     mesh = x.sharding.mesh
     storage = pages[0].dtype
     embedding = _shape(mesh, (cfg.vocab_size, cfg.d_model), storage)
