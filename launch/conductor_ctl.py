@@ -16,14 +16,13 @@ from absl import flags
 
 from kvstore.errors import StoreError
 from kvstore.rpc import Empty, Stub
-from launch.flags import define
 from launch.process import UsageError, run_main
 from mooncake_jax.conductor.explain import table
 from mooncake_jax.messages import CONDUCTOR, ExplainRequest
 
 USAGE = "expected explain REQUEST_ID, or status"
 
-define("conductor")
+flags.DEFINE_string("conductor", None, "host:port of the Conductor.", required=True)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -50,8 +50,7 @@ _SHARED: dict[str, Callable[[], Any]] = {
         "tcp: what the upstream engine does without RDMA, to try it.",
     ),
     "directory": lambda: flags.DEFINE_string("directory", None, "host:port of the directory.", required=True),
-    "conductor": lambda: flags.DEFINE_string("conductor", None, "host:port of the Conductor.", required=True),
-    "conductors": lambda: flags.DEFINE_list(
+    "conductor": lambda: flags.DEFINE_list(
         "conductor", None, "host:port of the Conductor, or of each of several.", required=True
     ),
     "model": lambda: flags.DEFINE_string("model", None, MODEL_HELP, required=True),

@@ -23,7 +23,7 @@ ENGINE_FLAGS = (
     "host_id",
     *TRANSFER_FLAGS,
     "directory",
-    "conductors",
+    "conductor",
     "model",
     "dtype",
     "max_tokens",

@@ -39,6 +39,7 @@ _SERVER_FLAGS = (
 )
 _START_SECONDS = 1800.0
 FLAGS = flags.FLAGS
+flags.disclaim_key_flags()  # they are the launchers', so that their --help shows them
 log = logging.getLogger(__name__)
 
 
