@@ -149,7 +149,7 @@ class Member:
     def _move(self, opcode: Any, blocks: np.ndarray, offset: int) -> None:
         if self._segment is None:
             raise ValueError("the landing memory was not told")
-        local = memoryview(blocks.reshape(-1).view(np.uint8))
+        local = blocks.reshape(-1).view(np.uint8).data
         self._transfer.transfer([TransferRequest(opcode, local, self._segment, offset)], _TRANSFER_SECONDS)
 
     def _report(self, number: int, done_by: LocalStages, **fields: Any) -> None:
