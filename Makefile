@@ -18,13 +18,14 @@ help:
 	@echo "make serve   the same cluster until Ctrl-C: HOST=$(HOST) PORT=$(PORT) MODEL=checkpoint, GGUF or preset:tiny"
 	@echo "make test    the tests              make soak    the long ones: SOAK_SECONDS=$(SOAK_SECONDS)"
 	@echo "make check   lint, format, types, import directions"
+	@echo "make bench   the engine, beside what is installed in PEERS=$(PEERS), if anything"
 	@echo "make figures the paper's figures, simulated, into build/figures and docs/results.md: MOONCAKE_TRACES=folder of traces"
 	@echo "make clean   remove .venv and everything that was made"
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed, this is $$($(PYTHON) --version): make PYTHON=python3.12"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -f .venv/.created || { $(PYTHON) -m venv --clear .venv && touch .venv/.created; }
 	@echo "installing into .venv (the first time, a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
@@ -34,7 +35,7 @@ demo: $(READY)
 	@$(BIN)/python -m launch.demo
 
 serve: $(READY)
-	@$(BIN)/python -m launch.cluster --host=$(HOST) --port=$(PORT) --model=$(MODEL)
+	@$(BIN)/python -m launch.cluster --host=$(HOST) --port=$(PORT) --model="$(MODEL)"
 
 test: $(READY)
 	@$(BIN)/python -m launch.fetch || echo "without the model, tests of its real weights are skipped"
@@ -50,7 +51,7 @@ check: $(READY)
 	$(BIN)/python -m pytest tests/test_imports.py
 
 bench: $(READY)
-	$(BIN)/python -m launch.bench --suite=engine --json=build/engine.json --peers=$(PEERS)
+	$(BIN)/python -m launch.bench --suite=engine --json=build/engine.json $(if $(wildcard $(PEERS)/),--peers="$(PEERS)")
 
 figures: $(READY)
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null \

@@ -19,7 +19,9 @@ from absl import flags
 from launch.benchmarks.options import Options
 from launch.benchmarks.prompts import trace_file
 from launch.benchmarks.record import Machine, Suite
+from launch.huge_pages import use_huge_pages
 from launch.process import UsageError, run_main, stop_on_signals
+from launch.supervisor import END_SECONDS
 
 SUITES = ("engine", "transfer", "store", "schedule", "simulate")
 
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     trace = trace_file(Path(_TRACE.value)) if _TRACE.value else None
     if trace and not trace.is_file():
         raise UsageError(f"--trace: there is no file {trace}")
-    stop_on_signals()  # peers and roles end with the bench, however it ends
+    stop_on_signals(END_SECONDS)  # peers and roles end with the bench, however it ends
     options = Options(_QUICK.value, peers, _MODEL.value, tuple(_ROWS.value), trace)
     rows = import_module(f"launch.benchmarks.{_SUITE.value}").run(options)
     suite = Suite(_SUITE.value, Machine.here(), rows)
@@ -65,4 +67,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_main(main)

@@ -12,20 +12,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 
 from launch.model_cache import FetchError, convert, smollm2_checkpoint
+from launch.process import UsageError, run_main, stop_on_signals
 from models.checkpoint import CheckpointError
 from models.llama import DTYPES
 
 
-def main(argv: list[str]) -> None:
+def main(_: object) -> None:
     source, target, dtype = flags.FLAGS.source, flags.FLAGS.target, flags.FLAGS.dtype
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
     if bool(source) != bool(target):
-        raise app.UsageError("give --source and --target, or neither for SmolLM2-135M-Instruct")
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every step
+        raise UsageError("give --source and --target, or neither for SmolLM2-135M-Instruct")
+    stop_on_signals()  # no half of a checkpoint is left
     try:
         if source:
             convert(Path(source), Path(target).absolute(), dtype)
@@ -38,4 +37,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("source", "", "GGUF file, Hugging Face folder or checkpoint to read.")
     flags.DEFINE_string("target", "", "Folder to write; must not exist.")
     flags.DEFINE_enum("dtype", "bfloat16", sorted(DTYPES), "Type of the written weights.")
-    app.run(main)
+    run_main(main)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from launch.flags import define, keep_compiled_programs, pin_to_cores
+from launch.huge_pages import use_huge_pages
 from launch.instance import ENGINE_FLAGS, emulated_arguments, engine_arguments, instance_config
 from launch.process import UsageError, run_role
 
@@ -71,4 +72,5 @@ def _engine() -> DecodeEngine:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_role(build)

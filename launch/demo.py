@@ -13,15 +13,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.cluster import SMOLLM2, default_compile_cache, show_progress
+from launch.cluster import SMOLLM2, default_compile_cache, say_what_takes_long, show_progress
 from launch.demonstration.check import check
 from launch.demonstration.client import Client, DemoError, Exchange
 from launch.demonstration.document import QUESTIONS, document
 from launch.demonstration.report import Outcome, show, write_summary
+from launch.devices import compute_devices
+from launch.huge_pages import use_huge_pages
 from launch.local_cluster import Cluster, ClusterConfig
 from launch.model_cache import FetchError, smollm2_checkpoint
 from launch.process import EXIT_FAILED, run_main, stoppable
-from launch.supervisor import SupervisorError
+from launch.supervisor import END_SECONDS, SupervisorError
+from models.checkpoint import CheckpointError
 
 DTYPE = "bfloat16"
 MAX_TOKENS = 4096
@@ -53,6 +56,7 @@ def ask_all(client: Client) -> list[Exchange]:
 
 def run() -> bool:
     """The whole demo; whether all answers are those of the monolith."""
+    compute_devices()  # the checker's: a conversion would make one only
     model = str(smollm2_checkpoint(DTYPE))
     config = ClusterConfig(
         model=model,
@@ -67,6 +71,7 @@ def run() -> bool:
         compile_cache=default_compile_cache(),
     )
     print(f"starting the cluster; logs in {config.run_dir}", flush=True)
+    say_what_takes_long(config.compile_cache)
     with Cluster(config, show_progress) as cluster:
         client = Client(cluster.url, SMOLLM2)
         exchanges = ask_all(client)
@@ -90,11 +95,13 @@ def main(_: object) -> int:
         equal[0] = run()
 
     try:
-        stoppable(serve)
-    except (FetchError, SupervisorError, DemoError) as error:
+        if stoppable(serve, END_SECONDS):
+            print("the demo was stopped; nothing of it runs any more", file=sys.stderr)
+    except (FetchError, CheckpointError, SupervisorError, DemoError) as error:
         print(f"the demo failed: {error}", file=sys.stderr)
     return 0 if equal[0] else EXIT_FAILED
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_main(main)

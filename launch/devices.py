@@ -58,9 +58,10 @@ def compute_devices(num_devices: int = 0) -> list[Any]:
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
     except RuntimeError:
-        log.warning(
-            "JAX runs already: it computes on %d devices, not on %d", jax.local_device_count(), wanted
-        )
+        if jax.default_backend() == "cpu" and jax.local_device_count() != wanted:
+            log.warning(
+                "JAX runs already: it computes on %d devices, not on %d", jax.local_device_count(), wanted
+            )
     devices = jax.local_devices()
     if num_devices:
         return devices[:num_devices]

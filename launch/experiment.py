@@ -22,11 +22,13 @@ from absl import flags
 from tqdm import tqdm
 
 from kvstore.errors import InvalidError
+from launch.benchmarks.record import Machine
 from launch.figures.assumptions import Assumptions
 from launch.figures.lab import FILES, Lab
 from launch.figures.render import count, table, write_csv, write_png
-from launch.figures.report import results_page
+from launch.figures.report import measured_page, results_page
 from launch.figures.result import Figure
+from launch.huge_pages import use_huge_pages
 from launch.process import UsageError, run_main
 from mooncake_jax.cost_model import CostModelFile
 
@@ -84,11 +86,25 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(str(error)) from error
     inside, outside, reported = count([figure for figure, _ in figures.values()])
     print(f"{inside} rows inside their tolerance, {outside} outside, {reported} reported only")
-    if _RESULTS.value:
-        page = results_page(
-            {name: figure for name, (figure, _) in figures.items()}, modules, lab, assumptions
-        )
+    if _RESULTS.value and figures:
+        page = _page({name: figure for name, (figure, _) in figures.items()}, modules, lab, assumptions)
+        Path(_RESULTS.value).parent.mkdir(parents=True, exist_ok=True)
         Path(_RESULTS.value).write_text(page)
+
+
+def _page(
+    figures: dict[str, Figure], modules: dict[str, ModuleType], lab: Lab, assumptions: Assumptions
+) -> str:
+    here = [name for name, figure in figures.items() if figure.kind in ("measured", "emulated")]
+    if not here:
+        return results_page(figures, modules, lab, assumptions)
+    if len(figures) > 1:
+        raise UsageError(
+            f"--results: {', '.join(here)} measures this machine and has a page of its own; run it alone"
+        )
+    machine = Machine.here()
+    text = f"{machine.cpu}, {machine.num_cores} cores, Python {machine.python}, jax {machine.jax}"
+    return measured_page(here[0], figures[here[0]], modules[here[0]], text)
 
 
 def _named(names: Sequence[str]) -> list[str]:
@@ -109,4 +125,5 @@ def load(name: str) -> ModuleType:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_main(main)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import sys
 
-from absl import app
-
 from launch.model_cache import FetchError, smollm2_gguf
+from launch.process import run_main, stop_on_signals
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+def main(_: object) -> None:
+    stop_on_signals()
     try:
         print(smollm2_gguf())
     except FetchError as error:
@@ -24,4 +22,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_main(main)

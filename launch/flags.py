@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from absl import flags
 from launch.process import UsageError, set_cores
 
 if TYPE_CHECKING:
-    from kvstore.transfer.topology import Topology
+    from kvstore.transfer import Topology, Upstream
 
 MODEL_HELP = "Checkpoint folder of ours, Hugging Face folder, GGUF file, or preset:tiny for random weights."
 _SHARED: dict[str, Callable[[], Any]] = {
@@ -33,8 +34,26 @@ _SHARED: dict[str, Callable[[], Any]] = {
         'Which NICs are near which memory, for the choice of a rail: JSON {"cpu:0": [[preferred], [secondary]]}, a '
         "file of it, or empty to ask the kernel. python -m launch.topology prints it.",
     ),
+    "rdma": lambda: flags.DEFINE_list(
+        "rdma",
+        [],
+        "RDMA devices to exchange KV by, such as mlx5_0,mlx5_1, through the upstream engine (docs/transfer.md), with "
+        "peers that have some. Empty: TCP and shared memory alone.",
+    ),
+    "rdma_multi_nic": lambda: flags.DEFINE_bool(
+        "rdma_multi_nic", False, "One upstream engine for all of --rdma, which chooses the NIC itself."
+    ),
+    "rdma_protocol": lambda: flags.DEFINE_enum(
+        "rdma_protocol",
+        "rdma",
+        ["rdma", "tcp"],
+        "tcp: what the upstream engine does without RDMA, to try it.",
+    ),
     "directory": lambda: flags.DEFINE_string("directory", None, "host:port of the directory.", required=True),
     "conductor": lambda: flags.DEFINE_string("conductor", None, "host:port of the Conductor.", required=True),
+    "conductors": lambda: flags.DEFINE_list(
+        "conductor", None, "host:port of the Conductor, or of each of several.", required=True
+    ),
     "model": lambda: flags.DEFINE_string("model", None, MODEL_HELP, required=True),
     "dtype": lambda: flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of weights and KV."),
     "max_tokens": lambda: flags.DEFINE_integer(
@@ -78,8 +97,11 @@ def define(*names: str) -> None:
         _SHARED[name]()
 
 
+TRANSFER_FLAGS = ("rails", "topology", "rdma", "rdma_multi_nic", "rdma_protocol")
+
+
 def transfer_rails() -> dict[str, Any]:
-    """Arguments of a transfer engine from --rails and --topology. Raises UsageError."""
+    """Arguments of a transfer engine from `TRANSFER_FLAGS` and --host. Raises UsageError."""
     from kvstore.transfer.sysfs import nic_addresses
 
     rails: list[str] = flags.FLAGS.rails
@@ -88,7 +110,26 @@ def transfer_rails() -> dict[str, Any]:
         rails = nic_addresses(topology.devices)
         if not rails:
             raise UsageError(f"--rails=auto: no NIC of {topology.devices} has an address: name them")
-    return {"rails": tuple(rails), "topology": topology if len(rails) > 1 else None}
+    upstream = _upstream(flags.FLAGS.rdma)
+    has_choice = len(rails) > 1 or len(flags.FLAGS.rdma) > 1
+    return {"rails": tuple(rails), "topology": topology if has_choice else None, "upstream": upstream}
+
+
+def _upstream(devices: list[str]) -> Upstream | None:
+    if not devices:
+        return None
+    from kvstore.transfer import Upstream
+
+    if len(set(devices)) < len(devices):
+        raise UsageError(f"--rdma={','.join(devices)} names a device twice")
+    try:
+        importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        raise UsageError(
+            f"--rdma: the upstream engine cannot be loaded: pip install 'mooncake-jax[rdma]' ({error})"
+        ) from None
+    values = flags.FLAGS
+    return Upstream(tuple(devices), values.host, values.rdma_protocol, values.rdma_multi_nic)
 
 
 def read_topology(text: str) -> Topology:

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from absl import flags
 
 from launch.flags import define, keep_compiled_programs, pin_to_cores
+from launch.huge_pages import use_huge_pages
 from launch.process import UsageError, run_role
 from mooncake_jax.frontend.app import build_app
 from mooncake_jax.frontend.backend import Backend
@@ -26,7 +27,9 @@ define("host", "port", "model", "dtype", "max_tokens", "cores", "compile_cache")
 MODE = flags.DEFINE_enum(
     "mode", "cluster", ["cluster", "monolith"], "Serve a cluster, or all in one process."
 )
-CONDUCTOR = flags.DEFINE_string("conductor", "", "host:port of the Conductor; for --mode=cluster.")
+CONDUCTOR = flags.DEFINE_list(
+    "conductor", [], "host:port of the Conductor, for --mode=cluster; of several, the next one takes over."
+)
 SERVED_NAME = flags.DEFINE_string("served_model", "", "Name that requests ask for; as --model if empty.")
 MAX_CONCURRENT = flags.DEFINE_integer("max_concurrent", 256, "Requests at a time; more are answered 429.", 1)
 MAX_BODY = flags.DEFINE_integer("max_body_bytes", 8 << 20, "Largest request body, in bytes.", 1)
@@ -58,7 +61,7 @@ def build(stack: ExitStack) -> tuple[str, str]:
 def _backend() -> Backend:
     if MODE.value == "monolith":
         return MonolithBackend(_monolith)
-    return Dispatcher(CONDUCTOR.value, reserve_patience_seconds=PATIENCE.value)
+    return Dispatcher(*CONDUCTOR.value, reserve_patience_seconds=PATIENCE.value)
 
 
 def _monolith() -> SoloEngine:
@@ -69,4 +72,5 @@ def _monolith() -> SoloEngine:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_role(build)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from launch.flags import transfer_rails
+from launch.flags import TRANSFER_FLAGS, transfer_rails
 from launch.process import UsageError
 
 if TYPE_CHECKING:
@@ -21,10 +21,9 @@ ENGINE_FLAGS = (
     "host",
     "port",
     "host_id",
-    "rails",
-    "topology",
+    *TRANSFER_FLAGS,
     "directory",
-    "conductor",
+    "conductors",
     "model",
     "dtype",
     "max_tokens",
@@ -110,7 +109,7 @@ def instance_config(num_nodes: int = 1) -> InstanceConfig:
         name=FLAGS.name,
         model=("emulated:" if FLAGS.engine == "emulated" else "") + served_name(FLAGS.model),
         directory_address=FLAGS.directory,
-        conductor_address=FLAGS.conductor,
+        conductor_addresses=tuple(FLAGS.conductor),
         host_id=FLAGS.host_id,
         host=FLAGS.host,
         port=FLAGS.port,

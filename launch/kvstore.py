@@ -16,10 +16,10 @@ from kvstore.node import Node, NodeConfig
 from kvstore.node.metrics import MetricsServer
 from kvstore.rpc import Server
 from kvstore.transfer import TransferEngine
-from launch.flags import MODEL_HELP, define, pin_to_cores, transfer_rails
+from launch.flags import MODEL_HELP, TRANSFER_FLAGS, define, pin_to_cores, transfer_rails
 from launch.process import UsageError, run_role
 
-define("name", "host", "port", "host_id", "rails", "topology", "directory", "dtype", "cores")
+define("name", "host", "port", "host_id", *TRANSFER_FLAGS, "directory", "dtype", "cores")
 define("dram_bytes", "ssd_path", "ssd_nbytes")
 MODEL = flags.DEFINE_string("model", "", f"Whose KV blocks fit a slot: {MODEL_HELP}")
 SLOT_BYTES = flags.DEFINE_integer("slot_bytes", 0, "Size of a slot, in bytes, instead of --model.", 0)

@@ -8,11 +8,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.rpc import Empty, Stub
 from launch.model_source import served_name
 from launch.supervisor import Command, Supervisor, SupervisorError
+from mooncake_jax.messages import CONDUCTOR
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,23 @@ class ClusterConfig:
     decode_slots: int = 8
     dram_nbytes: int = 512 << 20
     staging_nbytes: int = 512 << 20
+    ssd_path: str = ""  # folder in which every store node has one of its own, by its name; no SSD if empty
+    ssd_nbytes: int = 0  # of each
     compile_cache: str = ""
     pin: bool = False
     engine_flags: tuple[str, ...] = ()  # more flags of every prefill and decode instance
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     conductor_flags: tuple[str, ...] = ()
+    num_more_conductors: int = 0  # which instances beat to as well, from `Cluster.start_conductor` on
     ready_seconds: float = 900.0
 
     def __post_init__(self) -> None:
         for name in ("num_prefill", "num_decode"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if bool(self.ssd_path) != bool(self.ssd_nbytes):
+            raise ValueError(f"give both or none: {self.ssd_path=}, {self.ssd_nbytes=}")
         if not self.prefill_host_ids or not self.decode_host_ids:
             raise ValueError("prefill_host_ids and decode_host_ids need at least one entry each")
 
@@ -65,6 +75,7 @@ class Cluster:
         """`progress(name, address)` as each role gets ready. Raises SupervisorError; nothing is left then."""
         self.config = config
         self.instances: dict[str, str] = {}  # addresses by name
+        self._more_ports = _unused_ports(config.num_more_conductors)
         self.supervisor = Supervisor(config.run_dir)
         try:
             self._start(progress)
@@ -94,10 +105,32 @@ class Cluster:
                 raise SupervisorError(f"{self.url}/ready: not within {timeout_seconds:g} s")
             time.sleep(0.05)
 
+    def start_conductor(self, *conductor_flags: str) -> str:
+        """One of `num_more_conductors`, with these flags; returns its address once every instance has registered.
+
+        Raises SupervisorError when it does not start, ValueError when all have been started.
+        """
+        if not self._more_ports:
+            raise ValueError(f"all {self.config.num_more_conductors} further Conductors have been started")
+        port = self._more_ports.pop()
+        name = f"conductor-{port}"
+        command = _conductor(name, self.instances["directory"], (*conductor_flags, f"--port={port}"))
+        address = self._run([command], lambda name, address: None)[name]
+        num_engines = self.config.num_prefill + self.config.num_decode
+        deadline = time.monotonic() + self.config.ready_seconds
+        with closing(Stub(address, CONDUCTOR, timeout_seconds=5.0)) as stub:
+            while len(stub.cluster(Empty()).instances) < num_engines:
+                if time.monotonic() > deadline:
+                    raise SupervisorError(f"{name}: not all of {num_engines} instances have registered")
+                time.sleep(0.05)
+        return address
+
     def _start(self, progress: Callable[[str, str], None]) -> None:
         directory = self._run([_directory()], progress)["directory"]
-        conductor = self._run([_conductor(self.config, directory)], progress)["conductor"]
-        engines = _engines(self.config, directory, conductor)
+        command = _conductor("conductor", directory, self.config.conductor_flags)
+        conductor = self._run([command], progress)["conductor"]
+        conductors = [conductor, *(f"{LOOPBACK}:{port}" for port in self._more_ports)]
+        engines = _engines(self.config, directory, conductors)
         first = [engines["prefill-0"], engines["decode-0"]]  # they compile; the others find it in the cache
         others = [command for command in engines.values() if command not in first]
         stores = _stores(self.config, directory)
@@ -126,9 +159,9 @@ def _directory() -> Command:
     return Command("directory", ("-m", "launch.directory"), keeps_port=True)
 
 
-def _conductor(config: ClusterConfig, directory: str) -> Command:
-    argv = ("-m", "launch.conductor", f"--directory={directory}", *config.conductor_flags)
-    return Command("conductor", argv, keeps_port=True)
+def _conductor(name: str, directory: str, conductor_flags: tuple[str, ...]) -> Command:
+    argv = ("-m", "launch.conductor", f"--directory={directory}", *conductor_flags)
+    return Command(name, argv, keeps_port=True)
 
 
 def _frontend(config: ClusterConfig, conductor: str, port: int) -> Command:
@@ -157,13 +190,21 @@ def _stores(config: ClusterConfig, directory: str) -> list[Command]:
                 f"--model={config.model}",
                 f"--dtype={config.dtype}",
                 f"--dram_bytes={config.dram_nbytes}",
+                *_ssd(config, f"store-{i}"),
             ),
         )
         for i in range(config.num_stores)
     ]
 
 
-def _engines(config: ClusterConfig, directory: str, conductor: str) -> dict[str, Command]:
+def _ssd(config: ClusterConfig, name: str) -> list[str]:
+    """Flags of the SSD tier of one process, whose folder is found again when it is restarted."""
+    if not config.ssd_path:
+        return []
+    return [f"--ssd_path={Path(config.ssd_path) / name}", f"--ssd_nbytes={config.ssd_nbytes}"]
+
+
+def _engines(config: ClusterConfig, directory: str, conductors: list[str]) -> dict[str, Command]:
     """Prefill and decode instances by name."""
     roles = [("prefill", i, config.prefill_host_ids) for i in range(config.num_prefill)]
     roles += [("decode", i, config.decode_host_ids) for i in range(config.num_decode)]
@@ -178,12 +219,13 @@ def _engines(config: ClusterConfig, directory: str, conductor: str) -> dict[str,
             f"--model={config.model}",
             f"--dtype={config.dtype}",
             f"--directory={directory}",
-            f"--conductor={conductor}",
+            f"--conductor={','.join(conductors)}",
             f"--host_id={host_ids[i % len(host_ids)]}",
             f"--max_tokens={config.max_tokens}",
             f"--dram_bytes={config.dram_nbytes}",
             f"--compile_cache={config.compile_cache}",
             f"--cores={','.join(map(str, own_cores))}",
+            *_ssd(config, name),
             *config.engine_flags,
         ]
         if role == "prefill":
@@ -200,6 +242,15 @@ def core_sets(cores: list[int], num_roles: int) -> list[list[int]]:
     if len(cores) < num_roles:
         return [[cores[i % len(cores)]] for i in range(num_roles)]
     return [cores[i::num_roles] for i in range(num_roles)]
+
+
+def _unused_ports(num: int) -> list[int]:
+    """Ports of loopback, all different, that nobody has now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _free_port(host: str, wanted: int) -> int:

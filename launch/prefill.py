@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from launch.flags import keep_compiled_programs, pin_to_cores
+from launch.huge_pages import use_huge_pages
 from launch.instance import emulated_arguments, engine_arguments, instance_config
 from launch.prefill_group import GroupFlags, define_flags, keep_member, member_name, serve_group
 from launch.process import UsageError, run_role
@@ -83,4 +84,5 @@ def _engine() -> PrefillEngine:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_role(build)

@@ -22,7 +22,7 @@ from absl import logging as absl_logging
 
 from kvstore.errors import StoreError
 
-CLOSE_SECONDS = 15  # after a signal; the process is killed then
+CLOSE_SECONDS = 15.0  # after a signal; the process is killed then
 EXIT_FAILED, EXIT_USAGE = 1, 2
 PARENT = "MOONCAKE_PARENT_PID"  # set by a supervisor: the process ends with it
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +35,10 @@ class UsageError(Exception):
 
 class _Stop(BaseException):
     """A signal asked the process to end."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number  # as a shell tells it
 
 
 def run_role(build: Callable[[ExitStack], tuple[str, str]]) -> NoReturn:
@@ -50,7 +54,8 @@ def run_role(build: Callable[[ExitStack], tuple[str, str]]) -> NoReturn:
 
 
 def run_main(main: Callable[[Sequence[str]], object], *, num_arguments: int = 0) -> NoReturn:
-    """`absl.app.run` with our exit codes: a bad flag or a UsageError is one line and exit 2.
+    """`absl.app.run` with our exit codes: a bad flag or a UsageError is one line and exit 2, a signal is one line and
+    the code that a shell gives it.
 
     `num_arguments`: how many arguments besides flags there may be.
     """
@@ -61,26 +66,37 @@ def run_main(main: Callable[[Sequence[str]], object], *, num_arguments: int = 0)
         except UsageError as error:
             print(f"{_program()}: {error}", file=sys.stderr)
             return EXIT_USAGE
+        except (KeyboardInterrupt, _Stop) as stop:
+            print(f"{_program()}: stopped", file=sys.stderr)
+            return stop.exit_code if isinstance(stop, _Stop) else 128 + signal.SIGINT
 
     absl_logging.set_verbosity(absl_logging.WARNING)
     app.run(guarded, flags_parser=partial(_parse, num_arguments))
     sys.exit(0)
 
 
-def stop_on_signals() -> None:
-    """From now on SIGTERM and SIGINT raise `_Stop` once in the main thread; further ones are ignored."""
+def stop_on_signals(close_seconds: float = CLOSE_SECONDS) -> None:
+    """From now on SIGTERM and SIGINT raise `_Stop` once in the main thread; further ones are ignored.
+
+    `close_seconds`: for what it takes to end; the process is killed then.
+    """
     _end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+        signal.signal(number, partial(_stop, close_seconds))
 
 
-def stoppable(serve: Callable[[], None]) -> None:
-    """Run `serve` until it returns or a signal comes; then it has `CLOSE_SECONDS` for its `finally`s."""
-    stop_on_signals()
+def stoppable(serve: Callable[[], None], close_seconds: float = CLOSE_SECONDS) -> bool:
+    """Run `serve` until it returns or a signal comes; then it has `close_seconds` for its `finally`s.
+
+    Returns whether it was a signal.
+    """
+    stop_on_signals(close_seconds)
     try:
         serve()
-    except _Stop:
-        log.info("stopped by a signal")
+    except _Stop as stop:
+        log.info("stopped by %s", stop)
+        return True
+    return False
 
 
 def wait_for_signal() -> NoReturn:
@@ -149,11 +165,11 @@ def _program() -> str:
     return f"python -m {module.name}" if module else sys.argv[0]
 
 
-def _stop(number: int, _: FrameType | None) -> None:
+def _stop(close_seconds: float, number: int, _: FrameType | None) -> None:
     for other in (signal.SIGTERM, signal.SIGINT):
         signal.signal(other, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(CLOSE_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, close_seconds)
     raise _Stop(number)
 
 

@@ -22,6 +22,7 @@ from absl import flags
 from tqdm import tqdm
 
 from launch.flags import define, keep_compiled_programs, pin_to_cores
+from launch.huge_pages import use_huge_pages
 from launch.process import UsageError, run_main
 from mooncake_jax.conductor.fit import (
     DecodePoint,
@@ -190,6 +191,7 @@ def constants(
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     define("dtype", "max_tokens", "cores", "dram_bytes", "compile_cache")
     MODEL = flags.DEFINE_string(
         "model", "", "As --model of prefill; if empty, SmolLM2-135M-Instruct, fetched."

@@ -20,8 +20,9 @@ from absl import flags
 from tqdm import tqdm
 
 from kvstore.errors import InvalidError
+from launch.figures.render import write_png
 from launch.process import UsageError, run_main
-from launch.replaying.outcome import Outcome, Slo, summarize, write_csv
+from launch.replaying.outcome import Outcome, Slo, plotted, summarize, write_csv
 from launch.replaying.prompts import Line, Scale, lines
 from launch.replaying.targets import ConductorTarget, OpenAITarget, Target, replay
 from mooncake_jax.trace import BLOCK_TOKENS, read_trace
@@ -32,7 +33,9 @@ if __name__ == "__main__":
     )
     URL = flags.DEFINE_string("url", "", "OpenAI endpoint, without the /v1; or --conductor.")
     MODEL = flags.DEFINE_string("model", "", "Model that requests to --url ask for.")
-    CONDUCTOR = flags.DEFINE_string("conductor", "", "host:port of a Conductor: no HTTP between.")
+    CONDUCTOR = flags.DEFINE_list(
+        "conductor", [], "host:port of a Conductor, or of several: no HTTP between."
+    )
     LIMIT = flags.DEFINE_integer("limit", 0, "Only the first so many lines; 0: all.", 0)
     SPEED = flags.DEFINE_float("speed", 1.0, "Arrivals come this many times faster than in the trace.", 1e-6)
     BLOCK = flags.DEFINE_integer(
@@ -46,13 +49,19 @@ if __name__ == "__main__":
     TTFT_SLO = flags.DEFINE_float("ttft_slo_seconds", 0.0, "Goodput counts up to this; 0: no limit.", 0.0)
     TBT_SLO = flags.DEFINE_float("tbt_slo_seconds", 0.0, "Goodput counts up to this; 0: no limit.", 0.0)
     CSV = flags.DEFINE_string("csv", "", "File for one line per arrival; none if empty.")
+    PLOT = flags.DEFINE_string(
+        "plot",
+        "",
+        "PNG file of TTFT and TBT over arrival time, and of what was refused or failed; needs matplotlib "
+        "(pip install 'mooncake-jax[figures]'). None if empty.",
+    )
 
     def target() -> Target:
         if bool(URL.value) == bool(CONDUCTOR.value):
             raise UsageError("give one of --url and --conductor")
         if URL.value and not MODEL.value:
             raise UsageError("--url needs --model, as the endpoint calls it")
-        return OpenAITarget(URL.value, MODEL.value) if URL.value else ConductorTarget(CONDUCTOR.value)
+        return OpenAITarget(URL.value, MODEL.value) if URL.value else ConductorTarget(*CONDUCTOR.value)
 
     def send(to: Target, requests: list[Line]) -> list[Outcome]:
         counts: Counter[str] = Counter()
@@ -80,6 +89,9 @@ if __name__ == "__main__":
         outcomes = send(to, requests)
         if CSV.value:
             write_csv(Path(CSV.value), outcomes)
-        print(summarize(outcomes, Slo(TTFT_SLO.value, TBT_SLO.value)).text())
+        print(summarize(outcomes, Slo(TTFT_SLO.value, TBT_SLO.value)).text(), flush=True)
+        if PLOT.value:
+            Path(PLOT.value).parent.mkdir(parents=True, exist_ok=True)
+            write_png(Path(PLOT.value), plotted(outcomes, Path(TRACE.value).stem))
 
     run_main(main)

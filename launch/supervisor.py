@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from launch.process import EXIT_USAGE, PARENT
+from launch.process import CLOSE_SECONDS, EXIT_USAGE, PARENT
 
+GRACE_SECONDS = CLOSE_SECONDS + 3.0  # who ends in time does so by itself
+END_SECONDS = GRACE_SECONDS + 12.0  # that a process with a supervisor needs, at most, to end
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.25, 8.0
 STEADY_SECONDS = 30.0  # who ran this long starts at the first backoff again
 POLL_SECONDS = 0.05
@@ -70,7 +72,7 @@ class Supervisor:
         self,
         run_dir: Path,
         *,
-        grace_seconds: float = 20.0,
+        grace_seconds: float = GRACE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Logs go to `run_dir`/NAME.log. `grace_seconds`: from SIGTERM to SIGKILL."""

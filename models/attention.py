@@ -15,18 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models import cache, split
+from models import cache, short, split
 from models.cache import Pages
 from models.platform import Platform
 
 _MASKED = -1e30  # a finite -inf: exp of it is 0, and a difference of two is no NaN
 _LOG2_E = 1.4426950408889634
-_CUBIC = (
-    0.077907164,
-    0.226233194,
-    0.695777096,
-    0.999927827,
-)  # 2**f for 0 ≤ f < 1, least squares of the relative error
 
 
 class StoredBlocks(NamedTuple):
@@ -80,16 +74,10 @@ def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
 
 
 def exp2_weights(x: jax.Array, dtype: jnp.dtype, platform: Platform) -> jax.Array:
-    """2**x for x ≤ 0, in `dtype`. The short form splits x into n + f, 0 ≤ f < 1, and takes a cubic for 2**f (within
-    2e-4)."""
-    if dtype != jnp.bfloat16 or not platform.short_exp2:
+    """2**x for x ≤ 0, in `dtype`."""
+    if dtype != jnp.bfloat16 or not platform.short_functions:
         return jnp.exp2(x).astype(dtype)
-    x = jnp.maximum(x, -126.0)
-    n = jnp.floor(x)
-    f = x - n
-    power = ((_CUBIC[0] * f + _CUBIC[1]) * f + _CUBIC[2]) * f + _CUBIC[3]
-    bits = lax.bitcast_convert_type(power, jnp.int32) + (n.astype(jnp.int32) << 23)
-    return lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return short.to_bfloat16(short.exp2(jnp.maximum(x, -126.0)))
 
 
 def _extend(
@@ -123,11 +111,13 @@ def tile_attention(
     slot: jax.Array,
     platform: Platform,
     run_pages: int,
+    few_pages: int,
 ) -> jax.Array:
     """Causal attention of a tile over the pages of `slot`, which hold the tile's own keys already.
 
     queries `[T, N, H]` float32 are equal runs of rows, run i at positions firsts[i] …; result `[T, N, H]`
-    float32.
+    in the dtype of the products. Keys that every row of a piece sees are read `run_pages` at a time, the others
+    `few_pages`, a part of them.
     """
     T, N, H = queries.shape
     K = pages.shape[2]
@@ -138,7 +128,13 @@ def tile_attention(
         q = _scaled(queries).astype(dtype).reshape(T, K, N // K, H)
         pieces = [
             _attend(
-                q[row : min(row + rows, begin + run)], first + row - begin, pages, slot, platform, run_pages
+                q[row : min(row + rows, begin + run)],
+                first + row - begin,
+                pages,
+                slot,
+                platform,
+                run_pages,
+                few_pages,
             )
             for first, begin in zip(firsts, range(0, T, run), strict=True)
             for row in range(begin, begin + run, rows)
@@ -147,35 +143,46 @@ def tile_attention(
 
 
 def _attend(
-    queries: jax.Array, first: jax.Array, pages: Pages, slot: jax.Array, platform: Platform, run_pages: int
+    queries: jax.Array,
+    first: jax.Array,
+    pages: Pages,
+    slot: jax.Array,
+    platform: Platform,
+    run_pages: int,
+    few_pages: int,
 ) -> jax.Array:
-    """Attention of rows `[T, K, G, H]` at positions first … over the pages of `slot`: `[T, N, H]` float32."""
+    """Attention of rows `[T, K, G, H]` at positions first … over the pages of `slot`: `[T, N, H]`."""
     T, K, G, H = queries.shape
-    S = run_pages * pages.shape[4]
+    Z = pages.shape[4]
     q = queries.transpose(1, 2, 0, 3).reshape(K, G * T, H)
     positions = first + jnp.tile(jnp.arange(T, dtype=jnp.int32), G)
 
-    def read(j: jax.Array) -> jax.Array:
-        return cache.read_pages(pages, None, slot, j * run_pages, run_pages)  # [K, 2, S, H]
+    def read(j: jax.Array, count: int) -> jax.Array:
+        return cache.read_pages(pages, None, slot, j * count, count)  # [K, 2, S, H]
+
+    def extend(state: _Softmax, both: jax.Array, mask: jax.Array | None) -> _Softmax:
+        # slice the bits: XLA:CPU moves bf16 by way of float32
+        keys, values = (cache.from_storage(both[:, i]) for i in (0, 1))
+        return _extend(state, q, keys, values, mask, platform)
 
     def whole(j: jax.Array, state: _Softmax) -> _Softmax:
-        both = cache.from_storage(read(j))
-        return _extend(state, q, both[:, 0], both[:, 1], None, platform)
+        return extend(state, read(j, run_pages), None)
 
     def partial(j: jax.Array, state: _Softmax) -> _Softmax:
-        keys_at = j * S + jnp.arange(S, dtype=jnp.int32)
-        both = read(j)
+        keys_at = j * few_pages * Z + jnp.arange(few_pages * Z, dtype=jnp.int32)
+        both = read(j, few_pages)
         written = (keys_at < first + T)[None, None, :, None]
-        both = cache.from_storage(jnp.where(written, both, jnp.zeros((), both.dtype)))
         mask = (keys_at[None, :] <= positions[:, None])[None]
-        return _extend(state, q, both[:, 0], both[:, 1], mask, platform)
+        return extend(state, jnp.where(written, both, jnp.zeros((), both.dtype)), mask)
 
     # every row sees key 0 in the first run: its maximum is finite from there on
     state = _Softmax.of_nothing((K, G * T, H))
-    num_whole = (first + 1) // S
+    num_whole = (first + 1) // (run_pages * Z)
     state = lax.fori_loop(jnp.int32(0), num_whole, whole, state)
-    state = lax.fori_loop(num_whole, (first + T + S - 1) // S, partial, state)
-    return state.finish().reshape(K, G, T, H).transpose(2, 0, 1, 3).reshape(T, K * G, H)
+    begin, end = num_whole * (run_pages // few_pages), (first + T + few_pages * Z - 1) // (few_pages * Z)
+    state = lax.fori_loop(begin, end, partial, state)
+    mixed = state.finish().astype(queries.dtype).reshape(K, G, T, H)
+    return mixed.transpose(2, 0, 1, 3).reshape(T, K * G, H)
 
 
 def tail_attention(

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from models import attention, cache, rope, split
+from models import attention, cache, rope, short, split
 from models.cache import Pages
 from models.config import LlamaConfig
 from models.platform import Platform
@@ -145,6 +145,7 @@ def prefill_group(
     how: split.Split,
     layers: list[Params],
     x: jax.Array,
+    rotation: rope.Rotation,
     group: list[Pages],
     slot: jax.Array,
     start: jax.Array,
@@ -153,25 +154,25 @@ def prefill_group(
 ) -> tuple[jax.Array, list[Pages], jax.Array]:
     """One layer group over a tile of one slot, at positions start …, of which `num_valid` rows count.
 
-    `x` `[rows, D]` and `layers` are what `how` gives this device of the tile and the weights; above one device
-    this runs inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the
+    `x` `[rows, D]`, its `rotation` and `layers` are what `how` gives this device of the tile and the weights; above one
+    device this runs inside a `shard_map`. Returns the new `x`, the group's cache (pass the old one donated) and the
     whole tile's KV as blocks `[M, l, K, 2, Z, H]` in storage dtype, zero from `num_valid` on (K: of the heads that
     this device computes). `start` is a multiple of Z, and the cache has room for M pages there. A tile `ByColumns`
     needs `stored`: the blocks of the prompt's beginning that the cache does not hold.
     """
     cfg = how.own(cfg)
-    cos, sin = rope.rotation(cfg, start + how.offsets(x.shape[0]))
     group, blocks = list(group), []
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(cfg, platform, how, layer, x, cos, sin)
+            q, k, v = _project(cfg, platform, how, layer, x, rotation)
             tile = how.gather_tile(_stored(k, v, group[i]))
             blocks.append(cache.to_pages(cfg, tile, num_valid))
             group[i] = cache.write_pages(group[i], blocks[i], slot, start // cfg.block_tokens)
             if not isinstance(how, split.ByColumns):
                 firsts = [start + first for first in how.firsts(x.shape[0])]
                 run_pages = platform.prefill_pages(cfg, how.run_rows(tile.shape[0]))
-                mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages)
+                few_pages = platform.prefill_fewest_pages(cfg)
+                mixed = attention.tile_attention(q, firsts, group[i], slot, platform, run_pages, few_pages)
             else:
                 assert stored is not None
                 n, run_pages = how.num_devices, platform.tail_pages(cfg)
@@ -188,6 +189,7 @@ def decode_group(
     how: split.ByHeads,
     layers: list[Params],
     x: jax.Array,
+    rotation: rope.Rotation,
     group: list[Pages],
     positions: jax.Array,
     active: jax.Array,
@@ -199,13 +201,12 @@ def decode_group(
     donated).
     """
     cfg = how.own(cfg)
-    cos, sin = rope.rotation(cfg, positions)
     longest = jnp.where(active, positions + 1, 0).max()
     run_pages = platform.decode_pages(cfg, x.shape[0])
     group = list(group)
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
-            q, k, v = _project(cfg, platform, how, layer, x, cos, sin)
+            q, k, v = _project(cfg, platform, how, layer, x, rotation)
             group[i] = cache.write_rows(group[i], _stored(k, v, group[i]), positions, active)
             mixed = attention.decode_attention(q, group[i], positions, longest, platform, run_pages)
             x = _finish_layer(cfg, platform, how, layer, x, mixed.reshape(x.shape[0], -1))
@@ -247,15 +248,14 @@ def _project(
     how: split.Split,
     layer: Params,
     x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    rotation: rope.Rotation,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries `[T, N, H]` (float32), keys and values `[T, K, H]` (compute dtype) of one layer, RoPE applied."""
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     normed = norm(x, layer["attn_norm"], cfg.norm_eps)
     columns = linear(platform, normed, layer["qkv"], layer.get("qkv_bias"))
     heads = split.gather_columns(columns, how.shares).reshape(-1, N + 2 * K, H)
-    turned = rope.rotate(heads[:, : N + K], cos, sin)
+    turned = rope.rotate(heads[:, : N + K], rotation)
     dtype = layer["qkv"].dtype
     return turned[:, :N], turned[:, N:].astype(dtype), heads[:, N + K :].astype(dtype)
 
@@ -280,8 +280,10 @@ def _finish_layer(
         platform, norm(x, layer["mlp_norm"], cfg.norm_eps), layer["gate_up"], layer.get("gate_up_bias")
     )
     both = both.reshape(x.shape[0], how.order, 2, -1)
-    hidden = (jax.nn.silu(both[:, :, 0]) * both[:, :, 1]).reshape(x.shape[0], -1)
-    return x + project("down", hidden)
+    is_short = platform.short_functions and layer["down"].dtype == jnp.bfloat16
+    hidden = (short.silu if is_short else jax.nn.silu)(both[:, :, 0]) * both[:, :, 1]
+    hidden = hidden.reshape(x.shape[0], -1)
+    return x + project("down", short.to_bfloat16(hidden) if is_short else hidden)
 
 
 def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:
@@ -295,7 +297,7 @@ def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Arr
         return y if bias is None else y + bias.astype(jnp.float32)[None]
 
     N, K, H = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    cos, sin = rope.rotation(cfg, jnp.arange(tokens.shape[0]))
+    rotation = rope.rotation(cfg, jnp.arange(tokens.shape[0]))
     x = jnp.asarray(params["embed"])[tokens].astype(jnp.float32)
     for layer in params["layers"]:
         layer = jax.tree.map(jnp.asarray, layer)
@@ -304,7 +306,7 @@ def dense_logits(cfg: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Arr
             part.reshape(-1, n, H)
             for part, n in zip(jnp.split(qkv, [N * H, (N + K) * H], 1), (N, K, K), strict=True)
         )
-        mixed = attention.dense_attention(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v)
+        mixed = attention.dense_attention(rope.rotate(q, rotation), rope.rotate(k, rotation), v)
         x = x + matmul(mixed.reshape(-1, N * H), layer["out"], layer.get("out_bias"))
         normed = norm(x, layer["mlp_norm"], cfg.norm_eps)
         gate, up = jnp.split(matmul(normed, layer["gate_up"], layer.get("gate_up_bias")), 2, axis=-1)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import export as jax_export
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from models import cache, llama, pipeline, sharding, split, tensor_parallel
+from models import cache, llama, pipeline, rope, sharding, split, tensor_parallel
 from models.config import LlamaConfig
 from models.llama import DTYPES
 from models.platform import Platform
@@ -95,7 +95,8 @@ def prefill_by_rows(
 
     def step(layers: Any, x: jax.Array, pages: Any, where: jax.Array) -> Any:
         slot, start, num_valid = where
-        return llama.prefill_group(cfg, platform, how, layers, x, pages, slot, start, num_valid)
+        rotation = rope.rotation(cfg, start + how.offsets(x.shape[0]))
+        return llama.prefill_group(cfg, platform, how, layers, x, rotation, pages, slot, start, num_valid)
 
     rows, whole = PartitionSpec(split.AXIS), PartitionSpec()
     call = jax.shard_map(
@@ -125,8 +126,11 @@ def decode_group(
     pages = [_sharded(mesh, shape, storage, tensor_parallel.PAGES)] * cfg.layers_per_group
     x = _shape(mesh, (batch, cfg.d_model), np.float32)
     rows = (_shape(mesh, (batch,), np.int32), _shape(mesh, (batch,), np.bool_))
+    angles = _shape(mesh, (batch, 1, cfg.head_dim // 2), np.float32)
+    rotation = rope.Rotation(angles, angles)  # pyright: ignore[reportArgumentType]
     call = tensor_parallel.decode_group(cfg, platform, mesh)
-    return Step(f"decode tensor:{mesh.shape[TENSOR]}", call, (layers, x, pages, *rows), donate=(2,))
+    args = (layers, x, rotation, pages, *rows)
+    return Step(f"decode tensor:{mesh.shape[TENSOR]}", call, args, donate=(3,))
 
 
 def head(cfg: LlamaConfig, platform: Platform, mesh: Mesh | AbstractMesh, *, dtype: str, rows: int) -> Step:
@@ -179,7 +183,7 @@ def prefill_memory(cfg: LlamaConfig, platform: Platform, step: Step, head_step: 
 
 def decode_memory(cfg: LlamaConfig, platform: Platform, step: Step, head_step: Step) -> Memory:
     """Of all layer groups of `decode_group`, the embedding and the head."""
-    layers, x, pages, *_ = step.args
+    layers, x, _, pages, *_ = step.args
     mesh = x.sharding.mesh
     storage = pages[0].dtype
     embedding = _shape(mesh, (cfg.vocab_size, cfg.d_model), storage)

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from models import cache, llama, sharding
+from models import cache, llama, rope, sharding
 from models.config import LlamaConfig
 from models.llama import DTYPES, Param, Params
 from models.platform import Platform
@@ -139,7 +139,8 @@ def tick(cfg: LlamaConfig, platform: Platform, mesh: Mesh | AbstractMesh, rows: 
         slot, start, num_valid = work[0]
 
         def compute(x: jax.Array, pages: Any) -> Any:
-            return llama.prefill_group(cfg, platform, how, layers, x, pages, slot, start, num_valid)
+            rotation = rope.rotation(cfg, start + how.offsets(x.shape[0]))
+            return llama.prefill_group(cfg, platform, how, layers, x, rotation, pages, slot, start, num_valid)
 
         first = lax.axis_index(STAGE) == 0
         given = jnp.where(first, llama.embed(embedding, tokens), x[:rows].astype(jnp.float32))

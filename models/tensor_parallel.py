@@ -16,6 +16,7 @@ from models import llama, sharding
 from models.config import LlamaConfig
 from models.llama import Param
 from models.platform import Platform
+from models.rope import Rotation
 from models.sharding import TENSOR
 from models.split import ByHeads
 
@@ -37,7 +38,7 @@ def place(table: Any, mesh: Mesh, params: Any) -> Any:
 
 
 def decode_group(cfg: LlamaConfig, platform: Platform, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
-    """The step `f(layers, x, pages, positions, active) -> (x, pages)`: see `models.llama.decode_group`.
+    """The step `f(layers, x, rotation, pages, positions, active) -> (x, pages)`: see `models.llama.decode_group`.
 
     `layers` as `place` puts them, pages by KV heads, the rest on every device. Raises ValueError for a mesh that cuts
     more than heads.
@@ -46,9 +47,11 @@ def decode_group(cfg: LlamaConfig, platform: Platform, mesh: Mesh | AbstractMesh
         raise ValueError(f"decode over {dict(mesh.shape)}: it is split over tensor alone")
     how = ByHeads(mesh.shape[TENSOR])
 
-    def step(layers: Any, x: jax.Array, pages: Any, positions: jax.Array, active: jax.Array) -> Any:
-        return llama.decode_group(cfg, platform, how, layers, x, pages, positions, active)
+    def step(
+        layers: Any, x: jax.Array, rotation: Rotation, pages: Any, positions: jax.Array, active: jax.Array
+    ) -> Any:
+        return llama.decode_group(cfg, platform, how, layers, x, rotation, pages, positions, active)
 
     layers = sharding.specs(llama.param_table(cfg)["layers"][: cfg.layers_per_group])
-    given = (layers, _WHOLE, PAGES, _WHOLE, _WHOLE)
+    given = (layers, _WHOLE, _WHOLE, PAGES, _WHOLE, _WHOLE)
     return jax.shard_map(step, mesh=mesh, in_specs=given, out_specs=(_WHOLE, PAGES), check_vma=False)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore import Client, Node, NodeConfig
 from kvstore.rpc import Server, Service
-from kvstore.transfer import SharedBuffer, Topology, TransferEngine
+from kvstore.transfer import SharedBuffer, Topology, TransferEngine, Upstream
 from mooncake_jax.decode.answers import AnswerSaver
 from mooncake_jax.decode.config import DecodeConfig
 from mooncake_jax.decode.service import DecodeService
@@ -41,7 +41,7 @@ class InstanceConfig:
     name: str
     model: str
     directory_address: str
-    conductor_address: str
+    conductor_addresses: tuple[str, ...]  # of all Conductors: each places requests here, and hears of all
     host_id: str  # equal ones share memory; different ones talk TCP
     host: str = "127.0.0.1"
     port: int = 0
@@ -55,6 +55,7 @@ class InstanceConfig:
     rails: tuple[str, ...] = ()  # addresses of NICs to exchange KV on, instead of `host`
     topology: Topology | None = None  # which of them are near which memory
     num_nodes: int = 1  # that compute together (CPP); each as fast as the Conductor's cost model says
+    upstream: Upstream | None = None  # RDMA devices to exchange KV by
 
 
 class _Ports(NamedTuple):
@@ -94,6 +95,7 @@ class EngineInstance:
                 timeout_seconds=config.transfer_timeout_seconds,
                 rails=config.rails,
                 topology=config.topology,
+                upstream=config.upstream,
             )
             stack.callback(self.transfer.close)
             node_config = NodeConfig(
@@ -133,13 +135,11 @@ class EngineInstance:
                 kv_capacity_tokens=engine.num_slots * engine.max_tokens,
                 num_nodes=config.num_nodes,
             )
-            self.membership = Membership(
-                config.conductor_address,
-                self.info,
-                parts.service.load,
-                interval_seconds=config.heartbeat_seconds,
-            )
-            stack.callback(self.membership.close)
+            for address in config.conductor_addresses:
+                membership = Membership(
+                    address, self.info, parts.service.beats(), interval_seconds=config.heartbeat_seconds
+                )
+                stack.callback(membership.close)
             self._stack = stack.pop_all()
 
     @property

@@ -96,6 +96,9 @@ class RequestEnd(msgspec.Struct, frozen=True):
         Seconds  # prefill: `PrefillDone.prefill_seconds`, compared with the forecast; else how long it took
     )
     queue_seconds: Seconds = 0.0  # prefill: `PrefillDone.queue_seconds`
+    # prefill: as in `FirstToken`, what was reused, which may be more or less than forecast; -1: as forecast
+    cached_tokens: Annotated[int, Meta(ge=-1)] = -1
+    fetched_tokens: Annotated[int, Meta(ge=-1)] = -1
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from kvstore.transfer.segment import Segment
@@ -124,10 +125,46 @@ TopToken = tuple[TokenId, float]  # with its log probability
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Of every prompt token but the first, in order: its log probability, and the most likely ones at its place."""
+    """Of every prompt token but the first, in order: its log probability, and the `num_top` most likely ones at its
+    place.
 
-    logprobs: list[float]
-    tops: list[list[TopToken]]
+    Arrays, as little-endian bytes: there may be hundreds of thousands of numbers, which no one unpacks on the way.
+    """
+
+    num_top: Annotated[int, Meta(ge=0, le=MAX_TOP)]
+    logprobs: bytes  # float32 [T]
+    top_tokens: bytes  # int32 [T, num_top]
+    top_logprobs: bytes  # float32 [T, num_top]
+
+    def __post_init__(self) -> None:
+        size = len(self.logprobs)
+        if size % 4 or not len(self.top_tokens) == len(self.top_logprobs) == size * self.num_top:
+            raise ValueError(
+                f"prompt log probabilities: {size}, {len(self.top_tokens)} and {len(self.top_logprobs)} bytes do not"
+                f" make places with {self.num_top} most likely tokens each"
+            )
+
+    @classmethod
+    def of(
+        cls, logprobs: np.ndarray, top_tokens: np.ndarray, top_logprobs: np.ndarray, num_top: int
+    ) -> PromptLogprobs:
+        """Of arrays `[T]`, `[T, ≥ num_top]` and `[T, ≥ num_top]`, whose first columns are the most likely."""
+        return cls(
+            num_top,
+            logprobs.astype("<f4").tobytes(),
+            top_tokens[:, :num_top].astype("<i4").tobytes(),
+            top_logprobs[:, :num_top].astype("<f4").tobytes(),
+        )
+
+    def unpacked(self) -> tuple[list[float], list[list[TopToken]]]:
+        """Log probabilities, and the most likely tokens of each place. Takes a while where there are many."""
+        logprobs = np.frombuffer(self.logprobs, "<f4").tolist()
+        shape = (len(logprobs), self.num_top)
+        tokens = np.frombuffer(self.top_tokens, "<i4").reshape(shape)
+        best = np.frombuffer(self.top_logprobs, "<f4").reshape(shape)
+        return logprobs, [
+            list(zip(ids.tolist(), row.tolist(), strict=True)) for ids, row in zip(tokens, best, strict=True)
+        ]
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
@@ -144,8 +181,8 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
 class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
     """Prefill → frontend, when everything promised has arrived at decode."""
 
-    queue_seconds: Seconds
-    prefill_seconds: Seconds
+    queue_seconds: Seconds  # until the first token, less `prefill_seconds`: before its tiles and between them
+    prefill_seconds: Seconds  # its own tiles until the first token
     # from the first token to the last byte at decode: transfer that was not hidden
     stream_tail_seconds: Seconds
     streamed_nbytes: Nbytes

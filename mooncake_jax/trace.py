@@ -92,6 +92,21 @@ class Trace:
         """The first `num_requests`."""
         return Trace(self.name, self.requests[:num_requests])
 
+    def thinned(self, one_in: int) -> Trace:
+        """One conversation in `one_in`, whole: requests with the same second block go together.
+
+        The first block is the same system prompt for (nearly) all; a request without a second one is its own
+        conversation.
+        """
+        if one_in < 1:
+            raise InvalidError(f"trace {self.name}: one conversation in {one_in}, expected 1 or more")
+        kept = [
+            request
+            for index, request in enumerate(self.requests)
+            if (request.hash_ids[1] if len(request.hash_ids) > 1 else index) % one_in == 0
+        ]
+        return Trace(f"{self.name} 1/{one_in}", kept)
+
     def superposed(self, times: int) -> Trace:
         """`times` copies that arrive together, each with blocks of its own: a larger cluster's load."""
         if times < 1:

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import msgspec
+import openai.types
+import openai.types.chat
 import pytest
 
 from mooncake_jax.frontend.schema import ChatBody, CompletionBody, Options
@@ -30,3 +32,25 @@ def test_every_field_has_a_row_that_tells_whether_it_is_refused(body, title):
     assert set(own) == set(fields) - shared
     refused = {name for name, kind in fields.items() if kind is type(None) or kind is None}
     assert {name for name, what in (both | own).items() if what == "refused"} == refused
+
+
+@pytest.mark.parametrize(
+    ("body", "official"),
+    [
+        (CompletionBody, openai.types.completion_create_params.CompletionCreateParamsStreaming),
+        (ChatBody, openai.types.chat.completion_create_params.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(body, official):
+    ours = {field.name for field in msgspec.structs.fields(body)}
+    assert set(official.__annotations__) <= ours
+    assert len(official.__annotations__) > 15
+
+
+def test_what_is_called_an_extension_is_what_the_official_client_does_not_have():
+    official = {
+        *openai.types.completion_create_params.CompletionCreateParamsStreaming.__annotations__,
+        *openai.types.chat.completion_create_params.CompletionCreateParamsStreaming.__annotations__,
+    }
+    rows = section("Fields of both")
+    assert {name for name, what in rows.items() if what == "extension"} == set(rows) - official

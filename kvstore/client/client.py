@@ -146,6 +146,8 @@ class Client:
         """
         check_keys(keys)
         here = self._home.exists(keys) if self._home is not None else [False] * len(keys)
+        if all(here):
+            return here
         if fresh:
             return _either(here, self._ask_all("exists", keys))
         return _either(here, self._locator.held(keys, but=self._home_name))
@@ -228,7 +230,10 @@ class Client:
                 for item in held:
                     done[left[item]] = True
                 left = [left[item] for item in lease.waiting] if held else []
-        self._count(home=sum(done))
+        num_home = sum(done)
+        if num_home == len(keys):
+            self._count(home=num_home)
+            return done
         missing = [index for index, ok in enumerate(done) if not ok]
         places = self._locator.holders([keys[index] for index in missing]) if missing else []
         holders = {index: iter(some) for index, some in zip(missing, places, strict=True)}
@@ -244,7 +249,8 @@ class Client:
             missing = list(holders)
             if not work:
                 break
-        self._count(remote=sum(done) - (len(done) - len(places)), missed=len(done) - sum(done))
+        num_done = sum(done)
+        self._count(home=num_home, remote=num_done - num_home, missed=len(keys) - num_done)
         return done
 
     def _next_holders(self, holders: dict[int, Iterator[NodeInfo]]) -> list[tuple[NodeInfo, list[int]]]:
@@ -398,7 +404,8 @@ class Client:
 
     def _count(self, **amounts: int) -> None:
         with self._counter_lock:
-            self._counters.update(amounts)
+            for name, amount in amounts.items():
+                self._counters[name] += amount
 
 
 def _repeated(result: PutResult, again: bool) -> PutResult:

@@ -47,6 +47,10 @@ class Locator:
 
     def held(self, keys: Sequence[bytes], *, but: str) -> list[bool]:
         """Whether some node other than `but` is believed to hold each key."""
+        with self._lock:
+            is_known_better = self._recent.knows(keys)
+        if not is_known_better and (said := self._replica.held(keys, but=but)) is not None:
+            return said
         infos, names = self._names(keys)
         return [any(name != but and name in infos for name in some) for some in names]
 

@@ -41,6 +41,11 @@ class RecentKeys:
             if beliefs is not None and node in beliefs and not beliefs[node].firm:
                 del beliefs[node]
 
+    def knows(self, keys: Sequence[bytes]) -> bool:
+        """Whether `correct` may have anything to say of one of `keys`."""
+        known = self._known
+        return bool(known) and any(key in known for key in keys)
+
     def correct(self, key: bytes, holders: list[str], now: float) -> list[str]:
         """`holders` of `key` as the directory tells them, with what is known better."""
         beliefs = self._known.get(key)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from kvstore.arguments import as_bytes
 from kvstore.client.onesided import maps_memory, move
-from kvstore.errors import InvalidError, StaleError, StoreError
+from kvstore.errors import InvalidError, StaleError, StoreError, UnavailableError
 from kvstore.messages import MAX_BATCH_KEYS, HandleRequest, HeldBlock, NodeInfo, NodeKeys
 from kvstore.node.store import GENERATION_NBYTES
 from kvstore.parts import covered_parts
 from kvstore.rpc import Stub
-from kvstore.transfer import READ, TransferEngine
+from kvstore.transfer import READ, TransferEngine, TransferError
 
 _CLOSE_SECONDS = 1.0
 log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ class RemoteLease:
     """Some objects of one node, not evicted there until `close` or `lease_seconds` after they were leased.
 
     What is read is never wrong: whole parts that came over the network are compared with their crc32; through
-    shared memory, and for ranges that cut a part, the slot's generation is read again after the copy.
+    shared memory, and for ranges that cut a part, the slot's generation is read again after the copy. On the same
+    host `views` gives the bytes in place.
     """
 
     def __init__(
@@ -119,9 +121,7 @@ class RemoteLease:
             if offset < 0 or nbytes < 1 or offset + nbytes > block.nbytes or len(view) != nbytes:
                 size = f"object {index} has {block.nbytes} bytes"
                 raise InvalidError(f"{size}: cannot read {nbytes} at {offset} into {len(view)}")
-        left = self._expires - time.monotonic()
-        if left <= 0:
-            raise StaleError(f"the lease on node {self.info.name!r} is over: lease again")
+        left = self._check_time()
         timeout = left if timeout_seconds is None else timeout_seconds
         ranges = [(block.offset + offset, view) for block, view in zip(blocks, views, strict=True)]
         move(self._engine, READ, self.info.segment, ranges, timeout)
@@ -134,6 +134,47 @@ class RemoteLease:
         if damaged:
             self._on_corrupt(self.info, damaged)
         return [bool(ok) for ok in right]
+
+    @contextmanager
+    def views(self, indices: Sequence[int]) -> Iterator[list[memoryview]]:
+        """The bytes of objects in the memory of a node on this host, `[nbytes]` each, read-only, without a copy.
+
+        They are good for as long as the lease is: at the end of the context StaleError is raised if it has run out
+        or a slot has changed, and whatever was made of the bytes is to be thrown away. Do not keep them any longer.
+
+        Raises InvalidError for objects that are not held, StaleError when the lease is over, UnavailableError for a
+        node of another host, or that is gone.
+        """
+        blocks = [self._block(index) for index in indices]
+        self._check_time()
+        try:
+            memory = self._engine.view(self.info.segment)
+        except TransferError as error:
+            raise UnavailableError(f"no view of the memory of node {self.info.name!r}: {error}") from error
+        if any(block.offset + block.nbytes > len(memory) for block in blocks):
+            raise StaleError(f"node {self.info.name!r} leased bytes beyond its memory of {len(memory)} bytes")
+        self._check_generations(indices, blocks, memory)
+        yield [memory[block.offset : block.offset + block.nbytes] for block in blocks]
+        self._check_generations(indices, blocks, memory)
+        self._check_time()
+
+    def _check_generations(
+        self, indices: Sequence[int], blocks: Sequence[HeldBlock], memory: memoryview
+    ) -> None:
+        last = max((block.slot for block in blocks), default=-1)
+        now = memory[: (last + 1) * GENERATION_NBYTES].cast("Q")
+        bad = [
+            index for index, block in zip(indices, blocks, strict=True) if now[block.slot] != block.generation
+        ]
+        if bad:
+            raise StaleError(f"objects {bad} of the lease on node {self.info.name!r} are not what was leased")
+
+    def _check_time(self) -> float:
+        """Seconds that the lease still has. Raises StaleError for none."""
+        left = self._expires - time.monotonic()
+        if left <= 0:
+            raise StaleError(f"the lease on node {self.info.name!r} is over: lease again")
+        return left
 
     def close(self) -> None:
         """The node may evict the objects again. A node that cannot be told ends the lease in its time."""

@@ -5,7 +5,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from kvstore.messages import Tier
@@ -53,13 +53,15 @@ class PrefixIndex(Generic[Key]):
         """`node` holds `keys`, there and nowhere else."""
         mask = 1 << self.bit(node)
         masks, held, on_ssd = self._masks, self._held[node], self._on_ssd[node]
-        for key in keys:
-            masks[key] = masks.get(key, 0) | mask
-            held.add(key)
-            if tier == "ssd":
-                on_ssd.add(key)
-            elif on_ssd:
-                on_ssd.discard(key)
+        added = tuple(keys)
+        get = masks.get
+        for key in added:
+            masks[key] = get(key, 0) | mask
+        held.update(added)
+        if tier == "ssd":
+            on_ssd.update(added)
+        elif on_ssd:
+            on_ssd.difference_update(added)
 
     def remove(self, node: str, keys: Iterable[Key]) -> None:
         """`node` no longer holds `keys`; those it never held are no error."""
@@ -67,7 +69,8 @@ class PrefixIndex(Generic[Key]):
             return
         held = self._held[node]
         gone = held.intersection(keys)
-        self._on_ssd[node] -= gone
+        if self._on_ssd[node]:
+            self._on_ssd[node] -= gone
         self._clear(self._bits[node], gone, held)
 
     def forget(self, node: str) -> None:
@@ -93,6 +96,12 @@ class PrefixIndex(Generic[Key]):
 
     def num_keys(self, node: str) -> int:
         return len(self._held.get(node, ()))
+
+    def held(self, keys: Iterable[Key], *, but: str = "") -> list[bool]:
+        """Whether some node other than `but` holds each key."""
+        others = ~(1 << self._bits[but]) if but in self._bits else -1
+        get = self._masks.get
+        return [get(key, 0) & others != 0 for key in keys]
 
     def holders(self, key: Key) -> list[str]:
         """The nodes that hold `key`."""
@@ -125,7 +134,13 @@ class PrefixIndex(Generic[Key]):
 
     def lengths(self, keys: Sequence[Key]) -> dict[str, int]:
         """The length of the leading run of every node that holds `keys[0]`; shortest first."""
-        return {node: length for length, mask in self.runs(keys) for node in self._nodes_of(mask)}
+        names, lengths = self._names, {}
+        for length, mask in self.runs(keys):
+            while mask:  # from the top: the mask gets shorter, which matters for a thousand nodes
+                bit = mask.bit_length() - 1
+                lengths[names[bit]] = length
+                mask ^= 1 << bit
+        return lengths
 
     def num_on_ssd(self, keys: Sequence[Key], lengths: Mapping[str, int]) -> dict[str, int]:
         """Per node: how many of its first `lengths[node]` keys it has on SSD only; nodes without any are left out."""
@@ -136,21 +151,37 @@ class PrefixIndex(Generic[Key]):
                 counts[node] = count
         return counts
 
+    def continued(self, keys: Sequence[Key], lengths: Mapping[str, int]) -> int:
+        """How many keys, after the longest run in `lengths` (of these keys), a node holds that has not the first one.
+
+        A decode instance that generated an answer has its blocks, and not those of the prompt before it.
+        """
+        start = max(lengths.values(), default=0)
+        if not 0 < start < len(keys):
+            return 0
+        others = self._masks.get(keys[start], 0) & ~self._masks.get(keys[0], 0)
+        length = 0
+        while others and start + length < len(keys):
+            others &= self._masks.get(keys[start + length], 0)
+            length += bool(others)
+        return length
+
     def _nodes_of(self, mask: int) -> list[str]:
         names, nodes = self._names, []
-        while mask:  # from the top: the mask gets shorter, which matters for a thousand nodes
+        while mask:
             bit = mask.bit_length() - 1
             nodes.append(names[bit])
             mask ^= 1 << bit
         nodes.reverse()
         return nodes
 
-    def _clear(self, bit: int, keys: Iterable[Key], held: set[Key]) -> None:
-        masks, others = self._masks, ~(1 << bit)
+    def _clear(self, bit: int, keys: Collection[Key], held: set[Key]) -> None:
+        # `keys`: distinct, and all of them held
+        masks, mask = self._masks, 1 << bit
         for key in keys:
-            held.discard(key)
-            left = masks[key] & others
+            left = masks[key] ^ mask
             if left:
                 masks[key] = left
             else:
                 del masks[key]
+        held.difference_update(keys)

@@ -61,7 +61,10 @@ class DirectoryReplica:
     @property
     def in_sync(self) -> bool:
         with self._lock:
-            return self._heard is not None and time.monotonic() - self._heard < _SILENT_SECONDS
+            return self._is_in_sync()
+
+    def _is_in_sync(self) -> bool:
+        return self._heard is not None and time.monotonic() - self._heard < _SILENT_SECONDS
 
     def wait_in_sync(self, timeout_seconds: float) -> bool:
         """Wait for a whole snapshot; False if there is none in time."""
@@ -76,6 +79,11 @@ class DirectoryReplica:
     def node(self, name: str) -> NodeInfo | None:
         with self._lock:
             return self._state.nodes.get(name)
+
+    def held(self, keys: Sequence[bytes], *, but: str = "") -> list[bool] | None:
+        """Whether some node other than `but` holds each key; None while out of sync."""
+        with self._lock:
+            return self._state.index.held(keys, but=but) if self._is_in_sync() else None
 
     def holders(self, keys: Sequence[bytes]) -> list[list[str]]:
         """The names of the nodes that hold each key."""
@@ -101,6 +109,11 @@ class DirectoryReplica:
         """See `PrefixIndex.num_on_ssd`."""
         with self._lock:
             return self._state.index.num_on_ssd(keys, lengths)
+
+    def continued(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> int:
+        """See `PrefixIndex.continued`."""
+        with self._lock:
+            return self._state.index.continued(keys, lengths)
 
     def subscribe(self, listener: ReplicaListener) -> None:
         """`listener` hears the present state at once (on this thread), then every change."""

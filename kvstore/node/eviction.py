@@ -115,16 +115,18 @@ class LeastRecent(Generic[Key]):
         return None
 
     def _pop_called(self, count: int) -> list[Key]:
-        uses, victims = self._uses, []
-        while self._calls and len(victims) < count:
+        uses, victims, missing = self._uses, [], count
+        get = uses.get
+        while self._calls and missing > 0:
             use, keys = self._calls[0]
             left = len(keys) if self._oldest_left < 0 else self._oldest_left
-            while left and len(victims) < count:
+            while left and missing:
                 left -= 1
                 key = keys[left]
-                if uses.get(key) == use:
+                if get(key) == use:
                     del uses[key]
                     victims.append(key)
+                    missing -= 1
             self._oldest_left = left
             if not left:
                 self._next_call()

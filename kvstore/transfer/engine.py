@@ -148,10 +148,8 @@ class TransferEngine:
             )
             for path, transport in transports.items()
         }
-        self._movers: dict[Path, _Mover] = {
-            "loopback": LoopbackPath(self._registry),
-            "shm": SharedMemoryPath(),
-        }
+        self._shm = SharedMemoryPath()
+        self._movers: dict[Path, _Mover] = {"loopback": LoopbackPath(self._registry), "shm": self._shm}
         for path, network in self._networks.items():
             self._movers[path] = network
         copies = Copies()
@@ -296,6 +294,21 @@ class TransferEngine:
         self._submit(batch, requests, timeout_seconds)
         batch.wait(None)
         _check(batch, len(requests))
+
+    def view(self, target: Segment) -> memoryview:
+        """The segment's bytes in place, read-only: of this engine, or shared memory of this host.
+
+        They are the owner's, and may change: look at what says so after use, as with `RemoteLease.views`. The
+        memory stays mapped for as long as the view lives. Raises TransferError for a segment that cannot be
+        reached through memory, or whose owner has gone.
+        """
+        path = choose_path(self.peer, target, READ)
+        if path == "loopback":
+            with self._registry.use(target.name) as memory:
+                return memory.toreadonly()
+        if path == "shm":
+            return self._shm.memory(target).toreadonly()
+        raise TransferError(f"segment {target.name!r} is on host {target.peer.host_id!r}: read it instead")
 
     def counters(self) -> dict[str, int]:
         """Bytes that its requests have moved, by path and direction; "failed": how many did not complete."""

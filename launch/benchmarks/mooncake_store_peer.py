@@ -37,6 +37,7 @@ def start_master() -> int:
             f"--rpc_port={port}",
             f"--metrics_port={free_port()}",
             "--rpc_address=127.0.0.1",
+            "--client_ttl=300",  # a busy machine is no reason to forget a node
         ],
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"},
         stdin=subprocess.DEVNULL,

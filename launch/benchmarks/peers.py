@@ -10,7 +10,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,8 +112,46 @@ class MooncakeTransferPeer(Peer):
     def installed(peers: Path | None) -> bool:
         return peers is not None and (peers / "mooncake/bin/python").exists()
 
-    def gigabytes_per_second(self, op: str, piece: int, total: int) -> float:
-        return total / self.ask(op=op, piece=piece, total=total)["seconds"] / 1e9
+    def gigabytes_per_second(self, op: str, piece: int, total: int, *, times: int = 1) -> float:
+        """Of `times` batches of `total` bytes in pieces, one after the other. Raises RuntimeError when one fails."""
+        answer = self.ask(op=op, piece=piece, total=total, times=times)
+        if answer["status"]:
+            raise RuntimeError(f"{self.name}: a batch of {piece} bytes a piece ended with {answer['status']}")
+        return times * total / answer["seconds"] / 1e9
+
+
+class GlooPeer:
+    """Gloo between two processes of this Python, through JAX's collectives on CPUs, over TCP on loopback."""
+
+    name = "Gloo (JAX)"
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        script = _HERE / "gloo_peer.py"
+        self._ranks: list[Peer] = []
+        with ThreadPoolExecutor(2) as starting:  # each waits for the other
+            started = [
+                starting.submit(Peer, [sys.executable, script, str(rank), coordinator]) for rank in range(2)
+            ]
+        self._ranks = [one.result() for one in started if one.exception() is None]
+        for one in started:
+            if failure := one.exception():
+                self.__exit__(None, None, None)
+                raise failure
+
+    def gigabytes_per_second(self, piece: int, num: int, times: int) -> float:
+        """Of `times` programs that each send `num` pieces of `piece` bytes one way, as the receiver sees it."""
+        with ThreadPoolExecutor(2) as asking:
+            answers = list(asking.map(lambda rank: rank.ask(piece=piece, num=num, times=times), self._ranks))
+        return times * num * piece / answers[1]["seconds"] / 1e9
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        with ThreadPoolExecutor(2) as ending:  # they leave together
+            list(ending.map(lambda rank: rank.__exit__(*failure), self._ranks))
 
 
 class MooncakeStorePeer(Peer):

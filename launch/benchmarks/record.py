@@ -153,9 +153,14 @@ def measure(
         if index > 0:
             series.add(value, other, most)
     row = series.row(peer_name)
-    compared = "" if row.ratio is None else f", {_figure(row.ratio)} of {peer_name}"
-    tqdm.write(f"{row.name}: {_figure(row.ours)} {unit}{compared}", file=sys.stderr)
+    tell(row)
     return row
+
+
+def tell(row: Row) -> None:
+    """One line of what was measured, past the progress bar."""
+    compared = "" if row.ratio is None else f", {_figure(row.ratio)} of {row.peer_name}"
+    tqdm.write(f"{row.name}: {_figure(row.ours)} {row.unit}{compared}", file=sys.stderr)
 
 
 def _turn(run: Callable[[], float], seconds: float) -> float:

@@ -10,7 +10,8 @@ Blocks are those of SmolLM2-135M at 256 tokens (5.9 MB, 5 layer groups with a cr
 - `put_4KB`: in batches of 64, per object; `put_4KB_single`: one object a call; `get_4KB`: one object a call. Objects of
   4 KB have a home node of their own, with slots of 4 KB, since a node has slots of one size;
 - `exists`: one key a call, answered by the local replica of the directory (a few ms behind); `exists_fresh`: the same,
-  asking every node. The peer asks its master, and is compared with both.
+  asking every node. The peer asks its master, and is compared with both;
+- `directory_*`, `replica_*`: a directory of a million keys (`launch/benchmarks/million_keys.py`). Without a peer.
 
 Ours: directory and remote node are processes (`launch.directory`, `launch.kvstore`). The peer: its master and remote node
 are processes too, and it writes into and reads from its own segment where ours uses the home node.
@@ -38,6 +39,7 @@ from kvstore.block import KEY_NBYTES, BlockFormat
 from kvstore.node.store import SlotLayout
 from kvstore.rpc import Server
 from kvstore.transfer import TransferEngine
+from launch.benchmarks.million_keys import NUM_KEYS, directory_rows
 from launch.benchmarks.options import Options
 from launch.benchmarks.peers import MooncakeStorePeer
 from launch.benchmarks.record import Row, measure
@@ -48,6 +50,15 @@ SMALL_BATCH = 64
 THERE = "there"  # the other node, and its host
 _VALUE = b"x" * SMALL_NBYTES
 SYNC_SECONDS = 20.0
+MOVED = ("batch_put", "batch_get_local", "batch_get_remote", "range_get", "ssd_put", "ssd_get")
+CALLED = {
+    "put_4KB": "put_small_batch",
+    "put_4KB_single": "put_small",
+    "get_4KB": "get_small",
+    "exists": "exists",
+    "exists_fresh": "exists_fresh",
+}
+STORE_ROWS = (*MOVED, *CALLED)
 SPILL_SECONDS = 120.0
 SMOLLM2 = BlockFormat(
     num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=256, dtype="bfloat16", layers_per_group=6
@@ -262,32 +273,25 @@ class _Disk:
 
 def run(options: Options) -> list[Row]:
     load = Load(num_singles=100) if options.quick else Load()
+    directory = list(directory_rows(options, NUM_KEYS // 10 if options.quick else NUM_KEYS))
+    if not any(map(options.wants, STORE_ROWS)):
+        return directory
     with ExitStack() as stack:
         peer = (
             stack.enter_context(MooncakeStorePeer(options.peers, load.num_blocks, load.format))
             if options.peers and MooncakeStorePeer.installed(options.peers)
             else None
         )
-        return list(store_rows(options, load, peer))
+        return [*store_rows(options, load, peer), *directory]
 
 
 def store_rows(options: Options, load: Load, peer: StorePeer | None) -> Iterator[Row]:
     """The rows that `options` wants, ours and `peer` under the same `load`."""
-    group_nbytes = load.num_blocks * load.format.group_nbytes
-    moved = {
-        "batch_put": load.nbytes,
-        "batch_get_local": load.nbytes,
-        "batch_get_remote": load.nbytes,
-        "range_get": group_nbytes,
-        "ssd_put": load.nbytes,
-        "ssd_get": load.nbytes,
-    }
+    moved = dict.fromkeys(MOVED, load.nbytes)
+    moved["range_get"] = load.num_blocks * load.format.group_nbytes
     called = {
-        "put_4KB": ("put_small_batch", SMALL_BATCH),
-        "put_4KB_single": ("put_small", load.num_singles),
-        "get_4KB": ("get_small", load.num_singles),
-        "exists": ("exists", load.num_singles),
-        "exists_fresh": ("exists_fresh", load.num_singles),
+        name: (op, SMALL_BATCH if op == "put_small_batch" else load.num_singles)
+        for name, op in CALLED.items()
     }
     peer_name = peer.name if peer else None
     with ExitStack() as stack:

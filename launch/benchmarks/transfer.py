@@ -47,7 +47,7 @@ def _own_memory(pipe: Connection, host_id: str, nbytes: int) -> None:
 
 
 @contextmanager
-def _remote_memory(host_id: str) -> Iterator[Segment]:
+def remote_memory(host_id: str) -> Iterator[Segment]:
     """Memory registered by another process, on `host_id`."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -101,8 +101,8 @@ class _Bench:
         self._engine = TransferEngine(host_id="bench-here")
         stack.callback(self._engine.close)
         self._local = np.ones(NBYTES, np.uint8)
-        self._far = stack.enter_context(_remote_memory("bench-there"))
-        self._near = stack.enter_context(_remote_memory("bench-here"))
+        self._far = stack.enter_context(remote_memory("bench-there"))
+        self._near = stack.enter_context(remote_memory("bench-here"))
         self._raw = [stack.enter_context(RawSockets(NBYTES, n)) for n in NUM_CONNECTIONS]
         self._peer = (
             stack.enter_context(MooncakeTransferPeer(options.peers))

@@ -102,7 +102,7 @@ def _bars(axes: Any, panel: Panel) -> None:
 def _value(value: float, row: Row) -> str:
     if math.isnan(value):
         return "–"
-    if row.gate.text == "holds":
+    if row.states:
         return "yes" if value == 1.0 else "no"
     return (
         f"{value:.3g}{' ' + row.unit if row.unit else ''}"
@@ -112,7 +112,7 @@ def _value(value: float, row: Row) -> str:
 
 
 def _error(row: Row) -> str:
-    return "–" if math.isnan(row.error) or row.gate.text == "holds" else f"{row.error:+.1%}"
+    return "–" if math.isnan(row.error) or row.states else f"{row.error:+.1%}"
 
 
 def _range(row: Row) -> str:

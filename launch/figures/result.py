@@ -53,10 +53,12 @@ def between(low: float, high: float) -> Gate:
 
 
 HOLDS = Gate("holds", lambda paper, ours: ours == 1.0)  # a statement: 1 if it is true
+TOLD = Gate("yes or no, not gated", None)  # a statement that is only reported
 
 
 class Expected(NamedTuple):
-    """A row before it is measured. `key` is its value's; `paper` nan: a statement, or not in the paper."""
+    """A row before it is measured. `key` is its value's; `paper` nan: not in the paper, or a statement that holds there
+    by reading it."""
 
     quantity: str
     key: str
@@ -81,6 +83,11 @@ class Row:
     def error(self) -> float:
         """Ours over the paper's, less 1; nan without a paper's value."""
         return self.ours / self.paper - 1.0 if self.paper else math.nan
+
+    @property
+    def states(self) -> bool:
+        """A statement, which is true or not."""
+        return self.gate in (HOLDS, TOLD)
 
     @property
     def verdict(self) -> Verdict:

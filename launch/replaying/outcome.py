@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from launch.figures.result import Figure, Panel, Series
+
 Status = Literal["ok", "rejected", "failed"]
 
 
@@ -117,6 +119,31 @@ def write_csv(path: Path, outcomes: Sequence[Outcome]) -> None:
         writer.writerow(Outcome.__struct_fields__)
         for one in sorted(outcomes, key=lambda one: one.index):
             writer.writerow(msgspec.structs.astuple(one))
+
+
+def plotted(outcomes: Sequence[Outcome], title: str) -> Figure:
+    """TTFT and TBT over arrival time, and how many had been refused or had failed by then."""
+    answered = sorted((one for one in outcomes if one.status == "ok"), key=lambda one: one.at_seconds)
+    times = [one.at_seconds for one in answered]
+    lost = [
+        Series(
+            status,
+            sorted(one.at_seconds for one in outcomes if one.status == status),
+            list(range(1, 1 + sum(one.status == status for one in outcomes))),
+            "measured",
+        )
+        for status in ("rejected", "failed")
+    ]
+    latencies = {
+        "TTFT": [one.ttft_seconds for one in answered],
+        "TBT, mean of a request": [one.mean_tbt_seconds for one in answered],
+    }
+    panels = [
+        Panel(name, "arrival, s", "s", [Series("answered", times, seconds, "measured")])
+        for name, seconds in latencies.items()
+    ]
+    panels.append(Panel("not served, so far", "arrival, s", "requests", lost))
+    return Figure(f"replay of {title}", "measured", [], panels)
 
 
 def _quantile(values: list[float], share: float) -> float:

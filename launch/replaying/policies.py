@@ -1,6 +1,8 @@
 """Scheduling policies side by side on a running cluster: the same requests at the same times, one policy after another.
 
-Every policy and arrival seed gets a cluster of its own, so that each begins with empty caches.
+Each policy has a Conductor of its own, and all instances beat to all of them. Every run salts its prompts, so that it
+finds nothing of the runs before: what those left in the caches is the first to be evicted. The order of the policies
+turns with every arrival seed.
 """
 
 from __future__ import annotations
@@ -10,56 +12,51 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from launch.figures.result import HOLDS, REPORT, Figure, Gate, Kind, Panel, Row, Series, at_most
 from launch.local_cluster import Cluster, ClusterConfig
 from launch.replaying.outcome import Outcome, Slo, summarize
-from launch.replaying.prompts import Line, Scale, lines
+from launch.replaying.prompts import Line
 from launch.replaying.targets import ConductorTarget, replay
-from mooncake_jax.trace import Trace
 
-NUM_RESAMPLED = 2000
+NUM_RESAMPLED = 1000
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared, and on what. `num_seeds`: arrival times are drawn anew for each, over the same span."""
+    """What is compared, and on what: `arrivals` has the requests of each seed."""
 
     cluster: ClusterConfig
-    scale: Scale
     policies: Sequence[str]
-    num_seeds: int
-    trace: Trace
+    arrivals: Sequence[list[Line]]
 
     def run(self, progress: Callable[[], object]) -> dict[str, list[list[Outcome]]]:
-        """By policy, then seed: outcomes in order of the trace."""
-        sent, _ = lines(self.trace, self.scale)
+        """By policy, then seed: outcomes in order of the requests."""
         outcomes: dict[str, list[list[Outcome]]] = {policy: [] for policy in self.policies}
-        for seed in range(self.num_seeds):
-            arrivals = drawn_arrivals(sent, seed)
-            for policy in self.policies:
-                outcomes[policy].append(self._serve(policy, seed, arrivals))
-                progress()
+        config = dataclasses.replace(self.cluster, num_more_conductors=len(self.policies))
+        with Cluster(config) as cluster:
+            conductors = {
+                policy: cluster.start_conductor(
+                    *config.conductor_flags,
+                    f"--policy={policy}",
+                    f"--decision_log={config.run_dir / f'decisions-{policy}.jsonl'}",
+                )
+                for policy in self.policies
+            }
+            for seed, sent in enumerate(self.arrivals):
+                turn = seed % len(self.policies)
+                for policy in (*self.policies[turn:], *self.policies[:turn]):
+                    target = ConductorTarget(conductors[policy], salt=f"{policy}-{seed}")
+                    outcomes[policy].append(asyncio.run(replay(target, sent, lambda outcome: None)))
+                    progress()
         return outcomes
 
-    def _serve(self, policy: str, seed: int, sent: list[Line]) -> list[Outcome]:
-        config = dataclasses.replace(
-            self.cluster,
-            run_dir=Path(self.cluster.run_dir) / f"{policy}-{seed}",
-            conductor_flags=(*self.cluster.conductor_flags, f"--policy={policy}"),
-        )
-        with Cluster(config) as cluster:
-            target = ConductorTarget(cluster.instances["conductor"])
-            return asyncio.run(replay(target, sent, lambda outcome: None))
 
-
-def drawn_arrivals(sent: Sequence[Line], seed: int) -> list[Line]:
-    """The same requests in the same order, at times drawn evenly over the span of `sent`."""
-    span = max((line.at_seconds for line in sent), default=0.0)
-    times = np.sort(np.random.default_rng(seed).uniform(0.0, span, len(sent))).tolist()
+def drawn_arrivals(sent: Sequence[Line], seed: int, span_seconds: float) -> list[Line]:
+    """The same requests in the same order, at times drawn evenly over a span."""
+    times = np.sort(np.random.default_rng(seed).uniform(0.0, span_seconds, len(sent))).tolist()
     return [dataclasses.replace(line, at_seconds=at) for line, at in zip(sent, times, strict=True)]
 
 
@@ -68,20 +65,32 @@ def difference(
 ) -> tuple[float, float, float]:
     """Mean of ours less the other's TTFT over the requests that both answered, with its 95 % bootstrap interval.
 
+    Two levels: runs are drawn, then requests within each, because the requests of a run share its queues.
     (nan, nan, nan) when there are none.
     """
-    pairs = [
-        mine.ttft_seconds - theirs.ttft_seconds
-        for run, against in zip(ours, other, strict=True)
-        for mine, theirs in zip(run, against, strict=True)
-        if mine.status == theirs.status == "ok"
-    ]
-    if not pairs:
+    return interval(
+        [
+            [
+                mine.ttft_seconds - theirs.ttft_seconds
+                for mine, theirs in zip(run, against, strict=True)
+                if mine.status == theirs.status == "ok"
+            ]
+            for run, against in zip(ours, other, strict=True)
+        ]
+    )
+
+
+def interval(runs: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """The mean of all values, and its 95 % bootstrap interval over runs and the values of each."""
+    filled = [np.array(run) for run in runs if run]
+    if not filled:
         return math.nan, math.nan, math.nan
-    values, rng = np.array(pairs), np.random.default_rng(0)
-    means = values[rng.integers(0, len(values), (NUM_RESAMPLED, len(values)))].mean(axis=1)
+    rng, means = np.random.default_rng(0), np.empty(NUM_RESAMPLED)
+    for i in range(NUM_RESAMPLED):
+        drawn = [filled[run] for run in rng.integers(0, len(filled), len(filled))]
+        means[i] = np.concatenate([run[rng.integers(0, len(run), len(run))] for run in drawn]).mean()
     low, high = np.quantile(means, (0.025, 0.975))
-    return float(values.mean()), float(low), float(high)
+    return float(np.concatenate(filled).mean()), float(low), float(high)
 
 
 def figure(
@@ -98,7 +107,8 @@ def figure(
         flat = [outcome for run in runs for outcome in run]
         got = summarize(flat, Slo())
         means[policy] = got.ttft_mean
-        add(f"mean TTFT, {policy}", "s", got.ttft_mean)
+        _, low, high = interval([[one.ttft_seconds for one in run if one.status == "ok"] for run in runs])
+        add(f"mean TTFT, {policy} [95 % from {low:.3f} to {high:.3f}]", "s", got.ttft_mean)
         add(f"p50 TTFT, {policy}", "s", got.ttft_p50)
         add(f"p99 TTFT, {policy}", "s", got.ttft_p99)
         add(f"prompt tokens reused, {policy}", "%", 100.0 * got.cached_share)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvstore.errors import ExhaustedError, RefusedError, StoreError
 from launch.replaying.outcome import Outcome
@@ -108,13 +109,14 @@ class OpenAITarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        tokens, num_tokens = Tokens(time.monotonic()), 0
+        tokens, num_tokens, is_done = Tokens(time.monotonic()), 0, False
         try:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
                 if response.status != 200:
                     return await _refused(response, outcome)
                 async for raw in response.content:
                     data = raw.strip().removeprefix(b"data:").strip()
+                    is_done = is_done or data == _DONE
                     if not raw.startswith(b"data:") or data == _DONE:
                         continue
                     if data.startswith(b'{"error"'):
@@ -125,16 +127,19 @@ class OpenAITarget:
                         num_tokens = chunk.usage.completion_tokens
                         if details := chunk.usage.prompt_tokens_details:
                             outcome = msgspec.structs.replace(outcome, cached_tokens=details.cached_tokens)
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, TimeoutError, ValueError) as error:
             return msgspec.structs.replace(outcome, status="failed", error=f"{type(error).__name__}: {error}")
+        if not is_done:
+            return msgspec.structs.replace(outcome, status="failed", error="the stream broke off")
         return tokens.fill(outcome, num_tokens)
 
 
 class ConductorTarget:
-    """Straight to a Conductor: no HTTP and no text, and the server tells what was reused."""
+    """Straight to a Conductor, or to the next of several: no HTTP and no text, and the server tells what was reused."""
 
-    def __init__(self, address: str):
-        self._dispatcher = Dispatcher(address)
+    def __init__(self, *addresses: str, salt: str = ""):
+        """Prompts of another `salt` share nothing with these."""
+        self._dispatcher, self._salt = Dispatcher(*addresses), salt
 
     async def start(self) -> None:
         await self._dispatcher.start()
@@ -143,7 +148,9 @@ class ConductorTarget:
         await self._dispatcher.close()
 
     async def send(self, line: Line, outcome: Outcome) -> Outcome:
-        request = Request(f"replay-{time.time_ns():x}-{line.index}", line.tokens, line.max_tokens)
+        request = Request(
+            f"replay-{time.time_ns():x}-{line.index}", line.tokens, line.max_tokens, salt=self._salt
+        )
         tokens = Tokens(time.monotonic())
         try:
             async with aclosing(self._dispatcher.generate(request)) as events:

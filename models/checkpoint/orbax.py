@@ -53,7 +53,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
         "dtype": model.dtype,
         "fingerprint": model.fingerprint.hex(),
     }
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    partial = path.with_name(partial_name(path, f"{os.getpid()}-{secrets.token_hex(4)}"))
     try:
         partial.mkdir(parents=True)
         with _checkpointer() as checkpointer:
@@ -67,6 +67,11 @@ def save_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
             raise CheckpointError(f"{path}: cannot be put in place: {error.strerror}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_name(path: Path, writer: str) -> str:
+    """The folder beside `path` in which `writer` prepares it."""
+    return f".{path.name}.partial-{writer}"
 
 
 def load_orbax(path: Path, target: Target, *, verify: bool = True) -> Model:

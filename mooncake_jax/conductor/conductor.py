@@ -121,11 +121,13 @@ class Conductor:
         held: Mapping[str, int],
         *,
         on_ssd: Mapping[str, int] = _NONE_ON_SSD,
+        continued: int = 0,
         avoid: Collection[str] = (),
         now: float,
     ) -> Placement:
         """Decide, log and book. `held`: leading blocks of `keys` per store node; `on_ssd`: how many of these it has
-        on SSD only. An older booking of the request goes.
+        on SSD only; `continued`: how many blocks after the longest of these runs a node has that is not in `held`.
+        An older booking of the request goes.
 
         Raises RefusedError (429), UnavailableError (no instance) or InvalidError (longer than any instance
         holds).
@@ -133,7 +135,7 @@ class Conductor:
         self._roll_back(request.request_id, now)
         self.expected.expire(now)
         features, lengths, draws, decision = self.decide(
-            request, keys, held, on_ssd=on_ssd, avoid=avoid, now=now
+            request, keys, held, on_ssd=on_ssd, continued=continued, avoid=avoid, now=now
         )
         threshold = self.schedule_config.balancing_threshold
         record = DecisionRecord(
@@ -146,6 +148,8 @@ class Conductor:
             best=lengths.best,
             holder=lengths.holder,
             link=LoggedLink.of(lengths.link),
+            own_seconds=None if lengths.own_seconds is None else lengths.own_seconds.tolist(),
+            continued=lengths.continued,
             balancing_threshold=None if threshold == math.inf else threshold,
             draws=draws,
             decision=decision,
@@ -160,7 +164,10 @@ class Conductor:
         decode = self.instances.at("decode", decision.decode)
         fetch_from = lengths.holder if decision.fetch_blocks else ""
         expected = keys[held.get(prefill.info.home_node, 0) :]
-        self._book(request, features, decision, prefill, decode, fetch_from, expected, now)
+        reused = max(decision.local_blocks, decision.fetch_blocks)
+        if reused == lengths.continued_at:
+            reused = min(reused + lengths.continued, features.usable_blocks)
+        self._book(request, features, decision, reused, prefill, decode, fetch_from, expected, now)
         return Placement(
             request_id=request.request_id,
             prefill=prefill.info.instance,
@@ -180,6 +187,7 @@ class Conductor:
         held: Mapping[str, int],
         *,
         on_ssd: Mapping[str, int] = _NONE_ON_SSD,
+        continued: int = 0,
         avoid: Collection[str] = (),
         now: float,
     ) -> Decided:
@@ -198,13 +206,14 @@ class Conductor:
             avoid_prefill=self._slots("prefill", avoid),
             avoid_decode=self._slots("decode", avoid),
         )
-        lengths = self._prefix_lengths(keys, held, on_ssd, now)
+        lengths = self._prefix_lengths(keys, held, on_ssd, continued, now)
         draws = (self._random.random(), self._random.random())
         decision = schedule(self.view, features, lengths, self.schedule_config, now=now, draws=draws)
         return Decided(features, lengths, draws, decision)
 
     def end(self, end: RequestEnd, now: float) -> None:
         """Close a phase; a good prefill teaches its instance's factor. Unknown ids are over already."""
+        self.log.ended(end, now)
         booking = self.bookings.get(end.request_id)
         if booking is None:
             return
@@ -248,7 +257,12 @@ class Conductor:
         return {**self.accuracy.summary(), "kvcache_balancing_threshold": threshold}
 
     def _prefix_lengths(
-        self, keys: Sequence[bytes], held: Mapping[str, int], on_ssd: Mapping[str, int], now: float
+        self,
+        keys: Sequence[bytes],
+        held: Mapping[str, int],
+        on_ssd: Mapping[str, int],
+        continued: int,
+        now: float,
     ) -> PrefixLengths:
         lengths, homes = self.expected.lengthen(keys, held), self.instances.prefill_homes
         local = np.fromiter(map(lengths.get, homes, repeat(0)), np.int64, len(homes))
@@ -261,7 +275,11 @@ class Conductor:
         holder = self._random.choice([node for node in holders if waits[node] == least])
         ssd_nbytes = least[0] * self._block_nbytes
         link = self.links.link(holder, self.instances.prefill_names, least[1], now, ssd_nbytes=ssd_nbytes)
-        return PrefixLengths(local, best, holder, link)
+        own_seconds = None
+        if on_ssd:
+            blocks = np.fromiter(map(on_ssd.get, homes, repeat(0)), np.float64, len(homes))
+            own_seconds = blocks * (self._block_nbytes / self.config.schedule.cost.ssd_nbytes_per_second)
+        return PrefixLengths(local, best, holder, link, own_seconds, continued)
 
     @property
     def _block_nbytes(self) -> int:
@@ -289,11 +307,16 @@ class Conductor:
     def _learn_prefill(self, instance: Registered, booking: Booking, end: RequestEnd) -> None:
         ttft = booking.queue_seconds + booking.transfer_seconds + booking.prefill_seconds
         self.accuracy.add("ttft", forecast_seconds=ttft, measured_seconds=end.queue_seconds + end.seconds)
-        if booking.fetch_from:  # its prefill may have waited for the last bytes
+        fetched = booking.fetch_nbytes if end.fetched_tokens < 0 else end.fetched_tokens
+        if fetched:  # its prefill may have waited for the last bytes
             return
-        self.accuracy.add("prefill", forecast_seconds=booking.prefill_seconds, measured_seconds=end.seconds)
+        forecast = booking.prefill_seconds
+        if end.cached_tokens >= 0:  # what it would have been, had we known how much is reused
+            cost, num_tokens = self.config.schedule.cost, booking.num_tokens
+            forecast = instance.factor * cost.prefill_seconds(num_tokens, min(end.cached_tokens, num_tokens))
+        self.accuracy.add("prefill", forecast_seconds=forecast, measured_seconds=end.seconds)
         instance.factor = estimate.corrected(
-            instance.factor, forecast_seconds=booking.prefill_seconds, measured_seconds=end.seconds
+            instance.factor, forecast_seconds=forecast, measured_seconds=end.seconds
         )
 
     def _learn_threshold(self, features: RequestFeatures, lengths: PrefixLengths, now: float) -> None:
@@ -319,13 +342,13 @@ class Conductor:
         request: Request,
         features: RequestFeatures,
         decision: Decision,
+        reused: int,
         prefill: Registered,
         decode: Registered,
         fetch_from: str,
         expected_keys: Sequence[bytes],
         now: float,
     ) -> None:
-        reused = max(decision.local_blocks, decision.fetch_blocks)
         booking = Booking(
             request_id=request.request_id,
             booked_at=now,

@@ -53,6 +53,15 @@ class PrefixLengths(NamedTuple):
     best: int  # at `holder`, the best store node of all
     holder: str  # "" when `best` is 0
     link: Link | None = None  # from `holder`; None: idle, at the cost model's rate
+    own_seconds: np.ndarray | None = None  # [P] to bring own blocks from SSD into DRAM; None: none is there
+    continued: int = (
+        0  # blocks after the first `best` at a node without them, such as decode's: prefill gets them
+    )
+
+    @property
+    def continued_at(self) -> int:
+        """The prefix that is continued; -1: none is."""
+        return self.best if self.continued else -1
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 A record holds the view rows that changed since the record before it, so that replaying records in order
 rebuilds the view of each decision. The first line of a file is the `ScheduleConfig`, and its first record has
-every row.
+every row. The file also says when phases of requests ended (`EndRecord`), so that a run can be told from it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mooncake_jax.conductor.config import ScheduleConfig
 from mooncake_jax.conductor.decision import Decision, Link, PrefixLengths, RequestFeatures
 from mooncake_jax.conductor.schedule import schedule
 from mooncake_jax.conductor.view import Changes, ClusterView, DecodeRow, PrefillRow
+from mooncake_jax.messages import RequestEnd
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class LoggedLink(msgspec.Struct, frozen=True, array_like=True):
         return Link(*(np.array(part) if isinstance(part, list) else part for part in parts))
 
 
-class DecisionRecord(msgspec.Struct, frozen=True):
+class DecisionRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="decision"):
     """One call of `schedule`, and what it answered."""
 
     request_id: str
@@ -59,6 +60,8 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     best: int
     holder: str
     link: LoggedLink | None  # None: idle, as the cost model says
+    own_seconds: list[float] | None  # None: no instance has blocks of the prompt on SSD
+    continued: int
     balancing_threshold: float | None  # in force, which is not the config's when it adapts; None: infinite
     draws: tuple[float, float]
     decision: Decision
@@ -66,7 +69,9 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     @property
     def lengths(self) -> PrefixLengths:
         link = self.link.link if self.link else None
-        return PrefixLengths(np.array(self.local, np.int64), self.best, self.holder, link)
+        own_seconds = None if self.own_seconds is None else np.array(self.own_seconds)
+        local = np.array(self.local, np.int64)
+        return PrefixLengths(local, self.best, self.holder, link, own_seconds, self.continued)
 
     def config(self, config: ScheduleConfig) -> ScheduleConfig:
         """`config` with the threshold that was in force."""
@@ -74,6 +79,13 @@ class DecisionRecord(msgspec.Struct, frozen=True):
         if threshold == config.balancing_threshold:
             return config
         return msgspec.structs.replace(config, balancing_threshold=threshold)
+
+
+class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
+    """A phase of a request was over, as the Conductor heard of it."""
+
+    now: float
+    end: RequestEnd
 
 
 class DecisionLog:
@@ -94,25 +106,29 @@ class DecisionLog:
 
     def append(self, record: DecisionRecord) -> None:
         self._records.append(record)
-        try:
-            self._write(record)
-        except OSError as error:
-            log.error("decision log %s: %s; it ends here, placing goes on", self._path, error)
-            with suppress(OSError):
-                self.close()
+        self._write(record)
         if len(self._records) > self._num_records:
             oldest = self._records.popleft()
             self._prefill.update(oldest.changes.prefill)
             self._decode.update(oldest.changes.decode)
 
-    def _write(self, record: DecisionRecord) -> None:
+    def ended(self, end: RequestEnd, now: float) -> None:
+        """A phase of a request is over; kept in the file only."""
+        self._write(EndRecord(now, end))
+
+    def _write(self, record: DecisionRecord | EndRecord) -> None:
         if self._file is None:
             return
-        if self._file.tell() > self._max_nbytes:
-            self._file.close()
-            self._file = self._start_file()
-            record = self._whole(self._records)
-        self._file.write(msgspec.json.encode(record) + b"\n")
+        try:
+            if self._file.tell() > self._max_nbytes and isinstance(record, DecisionRecord):
+                self._file.close()
+                self._file = self._start_file()
+                record = self._whole(self._records)
+            self._file.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            log.error("decision log %s: %s; it ends here, placing goes on", self._path, error)
+            with suppress(OSError):
+                self.close()
 
     def records(self) -> list[DecisionRecord]:
         """The last decisions, oldest first; the first has every row of its view, so they can be replayed."""
@@ -147,15 +163,21 @@ class DecisionLog:
 
 
 def read_decision_log(path: str | Path) -> tuple[ScheduleConfig, list[DecisionRecord]]:
-    """A log file's config and records. Raises InvalidError that names the line."""
+    """A log file's config and decisions. Raises InvalidError that names the line."""
+    config, records = read_log(path)
+    return config, [record for record in records if isinstance(record, DecisionRecord)]
+
+
+def read_log(path: str | Path) -> tuple[ScheduleConfig, list[DecisionRecord | EndRecord]]:
+    """All of a log file, in the order of time. Raises InvalidError that names the line."""
     lines = Path(path).read_bytes().splitlines()
     if not lines:
         raise InvalidError(f"decision log {path}: empty")
     number = 1
     try:
         config = msgspec.convert(json.loads(lines[0]), ScheduleConfig)
-        decode = msgspec.json.Decoder(DecisionRecord).decode
-        records = []
+        decode = msgspec.json.Decoder(DecisionRecord | EndRecord).decode
+        records: list[DecisionRecord | EndRecord] = []
         for line in lines[1:]:
             number += 1
             records.append(decode(line))

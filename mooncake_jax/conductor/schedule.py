@@ -117,28 +117,55 @@ def forecast_prefill(
     cost, usable = config.cost, request.usable_blocks
     best = min(match.best, usable)
     seconds = cost.prefill_seconds_by_blocks(request.num_tokens, request.block_tokens, usable)
+    if match.continued:
+        seconds[best] = _continued_seconds(seconds, best, match, request, config)
     queue = np.maximum(prefill.busy_until - now, 0.0)  # 12
     num_fetching = _num_fetching(best, fetches, config.balancing_threshold)  # 5: those with fewer blocks
-    if num_fetching == 0:
-        own = seconds.take(match.local, mode="clip") * prefill.factor  # 10, 13
-        none = np.zeros(own.shape)  # 11
-        return PrefillForecast(none > 0.0, none, queue, own, queue + own)
-    link = match.link or cost.idle_link
-    missing = np.zeros(usable + 1)
-    missing[:num_fetching] = np.arange(best, best - num_fetching, -1)  # 7
-    blocks = missing.take(match.local, mode="clip")
-    fetch = blocks > 0.0
-    transfer = blocks * (link.seconds_per_nbyte * request.block_nbytes) + fetch * link.start_seconds  # 8
-    if fetches == "by_ratio":
-        seconds[:num_fetching] = seconds[best]  # 6
-        spent = seconds.take(match.local, mode="clip") * prefill.factor  # 13
-    else:
+    fetch = match.local < num_fetching
+    transfer = _transfer_seconds(match, request, config, best, num_fetching, fetch)
+    if fetches == "by_cost" and num_fetching:
         own = seconds.take(match.local, mode="clip") * prefill.factor
         after = seconds[best] * prefill.factor
         fetch &= transfer + after < own
         transfer *= fetch
         spent = np.where(fetch, after, own)
+    else:
+        seconds[:num_fetching] = seconds[best]  # 6
+        spent = seconds.take(match.local, mode="clip") * prefill.factor  # 10, 13
+    if match.own_seconds is not None:
+        transfer += match.own_seconds
     return PrefillForecast(fetch, transfer, queue, spent, transfer + queue + spent)
+
+
+def _transfer_seconds(
+    match: PrefixLengths,
+    request: RequestFeatures,
+    config: ScheduleConfig,
+    best: int,
+    num_fetching: int,
+    fetch: np.ndarray,
+) -> np.ndarray:
+    """`[P]`: of what is missing of the best prefix, where `fetch`; 0 elsewhere (lines 7, 8 and 11)."""
+    if num_fetching == 0:
+        return np.zeros(fetch.shape)
+    link = match.link or config.cost.idle_link
+    per_block = link.seconds_per_nbyte * request.block_nbytes
+    if isinstance(per_block, np.ndarray) or isinstance(link.start_seconds, np.ndarray):
+        return ((best - match.local) * per_block + link.start_seconds) * fetch
+    by_length = np.zeros(request.usable_blocks + 1)
+    by_length[:num_fetching] = np.arange(best, best - num_fetching, -1)
+    by_length[:num_fetching] *= per_block
+    by_length[:num_fetching] += link.start_seconds
+    return by_length.take(match.local, mode="clip")
+
+
+def _continued_seconds(
+    seconds: np.ndarray, best: int, match: PrefixLengths, request: RequestFeatures, config: ScheduleConfig
+) -> float:
+    """Of a prompt of which `best` blocks and those that another node continues them with are reused."""
+    reused = min(best + match.continued, request.usable_blocks)
+    nbytes = (reused - best) * request.block_nbytes
+    return min(seconds.item(best), seconds.item(reused) + config.cost.transfer_seconds(nbytes))
 
 
 def open_prefill(prefill: PrefillColumns, request: RequestFeatures, config: ScheduleConfig) -> np.ndarray:

@@ -37,6 +37,8 @@ class PrefixSource(Protocol):
 
     def num_on_ssd(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> dict[str, int]: ...
 
+    def continued(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> int: ...
+
     def close(self) -> None: ...
 
 
@@ -46,6 +48,9 @@ class _NoStore:
 
     def num_on_ssd(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> dict[str, int]:
         return {}
+
+    def continued(self, keys: Sequence[bytes], lengths: Mapping[str, int]) -> int:
+        return 0
 
     def close(self) -> None:
         pass
@@ -120,13 +125,20 @@ class ConductorService:
         # a scored prompt is computed in full: prefill reuses nothing of it
         held = {} if request.score_prompt else self._prefixes.lengths(keys)
         on_ssd = self._prefixes.num_on_ssd(keys, held)
+        continued = self._prefixes.continued(keys, held)
         with self._lock:
             if self._conductor.instances.pool_fingerprint != pool.fingerprint:
                 raise UnavailableError(
                     "the instances were replaced by those of another model meanwhile; try again"
                 )
             return self._conductor.place(
-                request, keys, held, on_ssd=on_ssd, avoid=call.avoid, now=self._clock()
+                request,
+                keys,
+                held,
+                on_ssd=on_ssd,
+                continued=continued,
+                avoid=call.avoid,
+                now=self._clock(),
             )
 
     def end(self, end: RequestEnd) -> Empty:

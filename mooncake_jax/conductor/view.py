@@ -59,7 +59,8 @@ class _Columns(Generic[Row]):
     max_tokens: np.ndarray = field(default_factory=_no_ints)
     num_slots: np.ndarray = field(default_factory=_no_ints)
     num_requests: np.ndarray = field(default_factory=_no_ints)
-    _derived: np.ndarray = field(default_factory=_no_floats)  # [C, N]
+    _columns: list[np.ndarray] = field(default_factory=list)  # the arrays above and below, as a row has them
+    _derived: list[np.ndarray] = field(default_factory=list)  # [N] each
     _derived_by: tuple[object, object] = (None, None)
     _stale: set[int] = field(default_factory=set)  # slots written since
 
@@ -70,29 +71,34 @@ class _Columns(Generic[Row]):
     def put(self, slot: int, row: Row) -> None:
         if not 0 <= slot <= len(self.rows):
             raise InvalidError(f"view: slot {slot} after {len(self.rows)} slots; slots are filled in order")
-        columns = row.__struct_fields__[1:]
         if slot == len(self.rows):
             self.rows.append(row)
             self._derived_by = (None, None)
-            for column in columns:
+            self._columns = []
+            for column in row.__struct_fields__[1:]:
                 array = getattr(self, column)
-                setattr(self, column, np.append(array, array.dtype.type(0)))
+                setattr(self, column, grown := np.append(array, array.dtype.type(0)))
+                self._columns.append(grown)
         self.rows[slot] = row
         self._stale.add(slot)
-        for column in columns:
-            getattr(self, column)[slot] = getattr(row, column)
+        for array, value in zip(self._columns, msgspec.structs.astuple(row)[1:], strict=True):
+            array[slot] = value
 
-    def derived(self, derive: Callable[[Row, Settings], tuple[float, ...]], settings: Settings) -> np.ndarray:
-        """`derive(row, settings)` of every row as columns, `[C, N]`; computed anew only for rows that changed.
+    def derived(
+        self, derive: Callable[[Row, Settings], tuple[float, ...]], settings: Settings
+    ) -> list[np.ndarray]:
+        """`derive(row, settings)` of every row as columns, `[N]` each; computed anew only for rows that changed.
 
         `derive` is pure and `settings` never change: asked again with the same objects, it costs nothing.
         """
         if self._derived_by != (derive, settings):
-            self._derived = np.array([derive(row, settings) for row in self.rows]).T.copy()
+            values = np.array([derive(row, settings) for row in self.rows])
+            self._derived = [column.copy() for column in values.T]
             self._derived_by = (derive, settings)
-        else:
+        elif self._stale:
             for slot in self._stale:
-                self._derived[:, slot] = derive(self.rows[slot], settings)
+                for column, value in zip(self._derived, derive(self.rows[slot], settings), strict=True):
+                    column[slot] = value
         self._stale.clear()
         return self._derived
 

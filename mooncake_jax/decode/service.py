@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -133,8 +133,12 @@ class DecodeService:
             "home_reserved": home["reserved"],
         }
 
+    def beats(self) -> Callable[[], InstanceLoad]:
+        """`load`, for the heartbeats to one Conductor."""
+        return self.load
+
     def load(self) -> InstanceLoad:
-        """For the heartbeat."""
+        """What this instance has to do, and its counters."""
         transfer = self._transfer.counters()
         num_damaged = self._num_damaged + self._worker.num_damaged
         failed_transfers = transfer.pop("failed") + self._staging.num_refused + num_damaged

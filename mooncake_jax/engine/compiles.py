@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from models import platform as platforms
+
 # also sent when the persistent cache had the executable
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -41,11 +43,17 @@ def process_compiles() -> CompileCounter:
 def program(
     step: Callable[..., Any], *args: Any, donate: Sequence[int] = (), out_shardings: Any = None
 ) -> Callable[..., Any]:
-    """Compile `step` for arguments like `args` (arrays or shapes); the result takes only such shapes and shardings."""
+    """Compile `step` for arguments like `args` (arrays or shapes), with the platform's compiler options; the result takes
+    only such shapes and shardings."""
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None)), args
     )
-    jitted = jax.jit(step, donate_argnums=tuple(donate), out_shardings=out_shardings)
+    jitted = jax.jit(
+        step,
+        donate_argnums=tuple(donate),
+        out_shardings=out_shardings,
+        compiler_options=dict(platforms.current().compiler_options),
+    )
     return jitted.lower(*shapes).compile()
 
 

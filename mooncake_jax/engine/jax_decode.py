@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from models import cache, llama
+from models import cache, llama, rope
 from models import draw as draws
 from models import platform as platforms
 from models.config import LlamaConfig
 from models.platform import Platform
+from models.rope import Rotation
 from models.sharding import MeshShape
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import BatchRows, DrawnTokens
@@ -171,10 +172,12 @@ class JaxDecodeEngine:
         active = rows.active[:batch]
         positions = np.where(active, rows.positions[:batch], 0)
         with self._guard():
-            x = compiled.embed[batch](self._embedding, np.where(active, rows.tokens[:batch], 0))
+            x, rotation = compiled.embed[batch](
+                self._embedding, np.where(active, rows.tokens[:batch], 0), positions
+            )
             for group, layers in enumerate(self._layers):
                 x, self._cache[group] = compiled.group[batch](
-                    layers, x, self._cache[group], positions, active
+                    layers, x, rotation, self._cache[group], positions, active
                 )
             x = self._devices.on_first(x)
             drawn = self._drawing.finish(self._drawing.start(x, rows.draw, rows.active))
@@ -250,11 +253,21 @@ class JaxDecodeEngine:
         cfg, zero, where = self._cfg, np.int32(0), self._devices.of_whole
         embed, group = {}, {}
         group_step = self._devices.group_step(cfg, self._platform)
+
+        def embed_step(
+            table: jax.Array, tokens: jax.Array, positions: jax.Array
+        ) -> tuple[jax.Array, Rotation]:
+            return llama.embed(table, tokens), rope.rotation(cfg, positions)
+
         for batch in self._batches:
             x = jax.ShapeDtypeStruct((batch, cfg.d_model), jnp.float32, sharding=where)
             ids, active = np.zeros(batch, np.int32), np.zeros(batch, np.bool_)
-            embed[batch] = program(llama.embed, self._embedding, ids, out_shardings=where)
-            group[batch] = program(group_step, self._layers[0], x, self._cache[0], ids, active, donate=[2])
+            angles = jax.ShapeDtypeStruct((batch, 1, cfg.head_dim // 2), jnp.float32, sharding=where)
+            rotation = Rotation(angles, angles)  # pyright: ignore[reportArgumentType]
+            embed[batch] = program(embed_step, self._embedding, ids, ids, out_shardings=where)
+            group[batch] = program(
+                group_step, self._layers[0], x, rotation, self._cache[0], ids, active, donate=[3]
+            )
         insert = {}
         for run in buckets(1, self.insert_blocks):
             blocks = jax.ShapeDtypeStruct((run, *self.format.shape), self._storage)

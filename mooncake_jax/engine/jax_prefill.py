@@ -7,7 +7,6 @@ groups still compute. Tiles are padded to a few sizes; everything is compiled in
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvstore.block import BlockFormat
-from models import cache, llama, sampling, split
+from models import cache, llama, split
 from models import platform as platforms
 from models.attention import StoredBlocks
 from models.config import LlamaConfig
 from models.platform import Platform
+from models.rope import Rotation
 from mooncake_jax.engine.compiles import binary_runs, buckets, process_compiles, program
 from mooncake_jax.engine.contract import GroupKV, PromptScores, Sampled
 from mooncake_jax.engine.draw_rows import one_row
@@ -32,7 +32,6 @@ from mooncake_jax.engine.mesh import EngineMesh
 from mooncake_jax.engine.store_memory import StoreMemory
 from mooncake_jax.engine.tile_checks import check_prefix, checked_tokens
 from mooncake_jax.engine.tile_steps import TileSteps
-from mooncake_jax.equality import TokenScores
 from mooncake_jax.request import Sampling
 
 _SMALLEST_TILE = 16
@@ -116,7 +115,6 @@ class JaxPrefillEngine:
         )
         self._compiles = process_compiles()
         self._ready_at: int | None = None
-        self._score = jax.jit(functools.partial(_score_rows, cfg, self._platform))
         self._cache: list[list[jax.Array]] = []
         self._reset()
 
@@ -197,25 +195,6 @@ class JaxPrefillEngine:
             raise ValueError(f"{len(targets)} targets for {tokens.size} tokens")
         return self._run(slot, tokens, start, load, sample, prompt, targets)
 
-    def score(self, slot: int, tokens: np.ndarray, start: int, targets: np.ndarray) -> TokenScores:
-        """Compute a tile like `prefill`, and say how likely each of `targets` `[T]` was to follow its token.
-
-        For oracles and tests; the first call of each tile size compiles, so serving does not use it.
-        """
-        tokens = self._check(slot, tokens, start, prefix_held=False)
-        targets = np.asarray(targets, np.int32)
-        if targets.shape != tokens.shape:
-            raise ValueError(f"{targets.size} targets for {tokens.size} tokens")
-        with self._guard():
-            x, where = self._steps.embed(tokens), self._mesh.numbers(slot, start, tokens.size)
-            for group in range(self.format.num_groups):
-                x, _ = self._dispatch(group, x, where)
-            self._filled[slot] = start + tokens.size
-            padded = np.zeros(x.shape[0], np.int32)
-            padded[: targets.size] = targets
-            scores = self._score(self._head_params, self._steps.in_order(x), padded)
-            return TokenScores(*(np.asarray(part)[: targets.size] for part in scores))
-
     def _check(self, slot: int, tokens: np.ndarray, start: int, *, prefix_held: bool) -> np.ndarray:
         if not self._steps.is_compiled:
             raise RuntimeError("prefill engine: call warm_up() before the first use")
@@ -253,7 +232,8 @@ class JaxPrefillEngine:
     ) -> Iterator[GroupKV | PromptScores | Sampled]:
         pending: deque[tuple[int, jax.Array]] = deque()
         with self._guard():
-            x, where = self._steps.embed(tokens), self._mesh.numbers(slot, start, tokens.size)
+            where = self._mesh.numbers(slot, start, tokens.size)
+            x, rotation = self._steps.embed(tokens, where)
         # the slot will not hold the prefix: a tile that others follow has it copied
         in_place = load is not None and sample is not None and self._steps.takes_stored(x.shape[0])
         for group in range(self.format.num_groups):
@@ -265,7 +245,7 @@ class JaxPrefillEngine:
                 stored = self._store.find(group, prefix) if self._store and in_place else None
                 if stored is None:
                     self._insert_prefix(group, slot, prefix)
-                x, blocks = self._dispatch(group, x, where, stored)
+                x, blocks = self._dispatch(group, x, rotation, where, stored)
             pending.append((group, blocks))
             if group > 0:  # the device has the next group to do meanwhile
                 yield self._finish(*pending.popleft(), start, tokens.size)
@@ -290,10 +270,17 @@ class JaxPrefillEngine:
             yield Sampled(int(first.tokens[0]), float(first.logprobs[0]), first.top(0, sample.num_top))
 
     def _dispatch(
-        self, group: int, x: jax.Array, where: jax.Array, stored: StoredBlocks | None = None
+        self,
+        group: int,
+        x: jax.Array,
+        rotation: Rotation,
+        where: jax.Array,
+        stored: StoredBlocks | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         stored = stored or (self._store and self._store.nothing(group))
-        x, self._cache[group], blocks = self._steps.group(group, x, self._cache[group], where, stored)
+        x, self._cache[group], blocks = self._steps.group(
+            group, x, rotation, self._cache[group], where, stored
+        )
         return x, blocks
 
     def _finish(self, group: int, blocks: jax.Array, start: int, num_valid: int) -> GroupKV:
@@ -341,12 +328,3 @@ class JaxPrefillEngine:
         ]
         self._drawing.reset()
         self._filled = np.zeros(self.num_slots, np.int64)  # leading tokens whose KV each slot holds
-
-
-def _score_rows(
-    cfg: LlamaConfig, platform: Platform, params: llama.Params, x: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    logits = llama.head(cfg, platform, params, x)
-    best, _ = sampling.greedy(logits)
-    others = jnp.where(jnp.arange(cfg.vocab_size)[None] == best[:, None], -jnp.inf, logits)
-    return sampling.log_probability(logits, targets), best, logits.max(-1) - others.max(-1)

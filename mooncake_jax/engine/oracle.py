@@ -101,19 +101,23 @@ class Monolith:
         return Answer(tokens, logprobs, finish, told)
 
     def score(self, prompt_tokens: Sequence[int], answer_tokens: Sequence[int]) -> TokenScores:
-        """Teacher-forced scores of every answer token, `[T]`; the first call of each tile size compiles."""
+        """Teacher-forced scores of every answer token, `[T]`."""
         if not len(prompt_tokens) or not len(answer_tokens):
             raise ValueError("scoring needs at least one prompt token and one answer token")
         sequence = np.asarray([*prompt_tokens, *answer_tokens], np.int32)
         inputs, targets = sequence[:-1], sequence[1:]
-        step = self._prefill.tile_tokens
-        tiles = [
-            self._prefill.score(0, inputs[start : start + step], start, targets[start : start + step])
-            for start in range(0, inputs.size, step)
-        ]
-        return TokenScores(
-            *(np.concatenate(parts)[len(prompt_tokens) - 1 :] for parts in zip(*tiles, strict=True))
+        step, num_given = self._prefill.tile_tokens, len(prompt_tokens) - 1
+        first_scored = num_given // step * step
+        tiles: list[PromptScores] = []
+        for start in range(0, inputs.size, step):
+            wanted = targets[start : start + step] if start >= first_scored else None
+            for item in self._prefill.prefill(0, inputs[start : start + step], start, targets=wanted):
+                if isinstance(item, PromptScores):
+                    tiles.append(item)
+        logprobs, top_tokens, top_logprobs = (
+            np.concatenate(parts)[num_given - first_scored :] for parts in zip(*tiles, strict=True)
         )
+        return TokenScores(logprobs, top_tokens[:, 0], top_logprobs[:, 0] - top_logprobs[:, 1])
 
     def _compute_prompt(
         self,

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from models import cache, llama
+from models import cache, llama, rope
 from models.attention import StoredBlocks
 from models.config import LlamaConfig
 from models.platform import Platform
+from models.rope import Rotation
 from models.split import ByColumns, ByRows, Split, share_columns
 from mooncake_jax.engine.compiles import program
 from mooncake_jax.engine.mesh import EngineMesh
@@ -96,16 +97,23 @@ class TileSteps:
             x = jax.ShapeDtypeStruct((tile, cfg.d_model), jnp.float32, sharding=placed)
             tokens = jax.ShapeDtypeStruct((tile,), jnp.int32, sharding=placed)
             embed[tile] = program(
-                mesh.side_by_side(llama.embed, (whole, spec), spec), self._embedding, tokens
+                mesh.side_by_side(self._embed_step(how), (whole, spec, whole), (spec, spec)),
+                self._embedding,
+                tokens,
+                where,
             )
+            angles = jax.ShapeDtypeStruct((tile, 1, cfg.head_dim // 2), jnp.float32, sharding=placed)
+            rotation = Rotation(angles, angles)  # pyright: ignore[reportArgumentType]
             layers = whole if by_rows else self._share_specs
             more = [] if by_rows else [stored]
             step = mesh.side_by_side(
                 self._group_step(how),
-                (layers, spec, whole, whole, *[whole] * len(more)),
+                (layers, spec, spec, whole, whole, *[whole] * len(more)),
                 (spec, whole, whole),
             )
-            group[tile] = program(step, self._layers[type(how)][0], x, pages, where, *more, donate=[2])
+            group[tile] = program(
+                step, self._layers[type(how)][0], x, rotation, pages, where, *more, donate=[3]
+            )
             last[tile] = program(
                 lambda x, row: lax.dynamic_slice_in_dim(x, row[0], 1),
                 x,
@@ -122,23 +130,33 @@ class TileSteps:
             insert[run] = program(insert_step, pages, blocks, mesh.numbers(0, 0), donate=[0])
         self._programs = _Programs(embed, group, last, insert)
 
-    def embed(self, tokens: np.ndarray) -> jax.Array:
-        """Tokens `[≤ T]` → the tile's `x` `[T, D]`, padded to the next size and dealt to the devices."""
+    def embed(self, tokens: np.ndarray, where: jax.Array) -> tuple[jax.Array, Rotation]:
+        """Tokens `[≤ T]` → the tile's `x` `[T, D]` and rotation, padded to the next size and dealt to the devices.
+
+        `where`: slot, start, number of valid rows.
+        """
         tile = next(size for size in self._hows if size >= tokens.size)
         padded = np.zeros(tile, np.int32)
         padded[: tokens.size] = tokens
         spec = EngineMesh.PARTS if isinstance(self._hows[tile], ByRows) else EngineMesh.WHOLE
-        return self._compiled.embed[tile](self._embedding, self._mesh.put(padded[self._orders[tile]], spec))
+        dealt = self._mesh.put(padded[self._orders[tile]], spec)
+        return self._compiled.embed[tile](self._embedding, dealt, where)
 
     def group(
-        self, group: int, x: jax.Array, pages: list[jax.Array], where: jax.Array, stored: StoredBlocks | None
+        self,
+        group: int,
+        x: jax.Array,
+        rotation: Rotation,
+        pages: list[jax.Array],
+        where: jax.Array,
+        stored: StoredBlocks | None,
     ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-        """See `llama.prefill_group`; `pages` are donated. `where`: slot, start, number of valid rows. `stored` counts
-        where the tile `takes_stored`."""
+        """See `llama.prefill_group`; `pages` are donated. `where` is as `embed` takes it. `stored` counts where the
+        tile `takes_stored`."""
         tile = x.shape[0]
         layers = self._layers[type(self._hows[tile])][group]
         more = [stored] if self.takes_stored(tile) else []
-        return self._compiled.group[tile](layers, x, pages, where, *more)
+        return self._compiled.group[tile](layers, x, rotation, pages, where, *more)
 
     def insert(self, pages: list[jax.Array], blocks: np.ndarray, where: jax.Array) -> list[jax.Array]:
         """Put blocks `[M, l, K, 2, Z, H]` into a group's cache, donated. `where`: slot, first page.
@@ -159,13 +177,25 @@ class TileSteps:
         place = int(np.flatnonzero(self._orders[tile] == offset)[0])
         return self._compiled.last[tile](x, self._mesh.numbers(place)).addressable_data(0)
 
+    def _embed_step(self, how: Split) -> Callable[..., Any]:
+        def step(table: jax.Array, tokens: jax.Array, where: jax.Array) -> tuple[jax.Array, Rotation]:
+            positions = where[1] + how.offsets(tokens.shape[0])
+            return llama.embed(table, tokens), rope.rotation(self._cfg, positions)
+
+        return step
+
     def _group_step(self, how: Split) -> Callable[..., Any]:
         def step(
-            layers: Any, x: jax.Array, pages: Any, where: jax.Array, stored: StoredBlocks | None = None
+            layers: Any,
+            x: jax.Array,
+            rotation: Rotation,
+            pages: Any,
+            where: jax.Array,
+            stored: StoredBlocks | None = None,
         ) -> Any:
             slot, start, num_valid = where
             return llama.prefill_group(
-                self._cfg, self._platform, how, layers, x, pages, slot, start, num_valid, stored
+                self._cfg, self._platform, how, layers, x, rotation, pages, slot, start, num_valid, stored
             )
 
         return step

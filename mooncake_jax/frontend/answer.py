@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,10 +12,12 @@ from typing import Any
 
 from kvstore.errors import InternalError
 from mooncake_jax.frontend.backend import Backend, Started
-from mooncake_jax.frontend.job import Choice, Job
+from mooncake_jax.frontend.job import Choice, Job, Prompt
 from mooncake_jax.frontend.metrics import Metrics
 from mooncake_jax.frontend.text import AnswerText, Delta, Tokenizer
 from mooncake_jax.request import PrefillDone, PromptLogprobs, Request
+
+MANY_TOKENS = 100  # at once: milliseconds of work, which a thread does beside the event loop
 
 
 @dataclass
@@ -106,7 +109,7 @@ async def deltas(
             await answer.first.begun.wait()
             answer.scores = answer.first.scores
         if request is None:
-            delta = _echoed(job, answer, tokenizer, "length")
+            delta = await _echoed(job, answer, tokenizer, "length")
             answer.add(delta)
             yield delta
             return
@@ -147,7 +150,7 @@ async def _generated(
             answer.begun.set()
             if echoes or not job.max_tokens:
                 echoes = False
-                yield _echoed(job, answer, tokenizer, None if job.max_tokens else "length")
+                yield await _echoed(job, answer, tokenizer, None if job.max_tokens else "length")
                 if not job.max_tokens:
                     return
             delta = text.push(event)
@@ -159,16 +162,24 @@ async def _generated(
     raise InternalError(f"request {request.request_id}: the answer broke off without a finish reason")
 
 
-def _echoed(job: Job, answer: Answer, tokenizer: Tokenizer, finish: Any) -> Delta:
-    """The prompt as the beginning of the answer, if asked for."""
-    prompt, scores = answer.choice.prompt, answer.scores
+async def _echoed(job: Job, answer: Answer, tokenizer: Tokenizer, finish: Any) -> Delta:
+    """The prompt as the beginning of the answer, if asked for: in a thread where it is long, so that others go on."""
     if not job.echo:
         return Delta("", [], [], [], finish)
+    tell = functools.partial(_prompt_told, answer.choice.prompt, answer.scores, tokenizer, finish)
+    if len(answer.choice.prompt.tokens) > MANY_TOKENS:
+        return await asyncio.to_thread(tell)
+    return tell()
+
+
+def _prompt_told(prompt: Prompt, scores: PromptLogprobs | None, tokenizer: Tokenizer, finish: Any) -> Delta:
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.push([token]) for token in prompt.tokens]
     pieces[-1] += detokenizer.flush()
     text = "".join(pieces) if prompt.text is None else prompt.text
     if scores is None:
         return Delta(text, prompt.tokens, pieces, [None] * len(pieces), finish)
-    tops = [None, *scores.tops] if job.num_logprobs else []
-    return Delta(text, prompt.tokens, pieces, [None, *scores.logprobs], finish, tops)
+    logprobs, tops = scores.unpacked()
+    return Delta(
+        text, prompt.tokens, pieces, [None, *logprobs], finish, [None, *tops] if scores.num_top else []
+    )

@@ -16,9 +16,11 @@ from aiohttp import web
 
 from kvstore.errors import StoreError
 from mooncake_jax.frontend import chat, completions, schema
-from mooncake_jax.frontend.answer import Answer, answers_to, deltas, extensions
+from mooncake_jax.frontend.answer import MANY_TOKENS, Answer, answers_to, deltas, extensions
 from mooncake_jax.frontend.backend import Backend
+from mooncake_jax.frontend.body import read_json
 from mooncake_jax.frontend.config import FrontendConfig
+from mooncake_jax.frontend.encoding import encoded
 from mooncake_jax.frontend.errors import ApiError, from_domain, invalid
 from mooncake_jax.frontend.job import Job, Limits, Prompt, build_job, check_vocabulary
 from mooncake_jax.frontend.merging import merge
@@ -30,13 +32,13 @@ from mooncake_jax.frontend.text import Delta, Tokenizer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Writer = completions.CompletionWriter | chat.ChatWriter
 Result = TypeVar("Result")
-_MANY_TOKENS = 100  # with log probabilities: it takes milliseconds to write more
 METRICS = web.AppKey("metrics", Metrics)
 log = logging.getLogger(__name__)
 
 
 def build_app(config: FrontendConfig, tokenizer: Tokenizer, backend: Backend) -> web.Application:
-    """Serve it with `handler_cancellation=True`: a client that leaves must cancel its handler."""
+    """Serve it with `handler_cancellation=True`, so that a client that leaves cancels its handler, and with
+    `auto_decompress=False` (see `body.read_json`)."""
     return Frontend(config, tokenizer, backend).app
 
 
@@ -67,7 +69,7 @@ class Frontend:
         )
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        body = schema.decode(await self._body(http), schema.CompletionBody)
+        body = schema.decode(await read_json(http, self._config.max_body_nbytes), schema.CompletionBody)
         self._check_model(body.model)
         prompts = []
         for prompt in body.prompts():
@@ -80,7 +82,7 @@ class Frontend:
         return await self._answer(http, job, completions.CompletionWriter(job, self._tokenizer.token_bytes))
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
-        body = schema.decode(await self._body(http), schema.ChatBody)
+        body = schema.decode(await read_json(http, self._config.max_body_nbytes), schema.ChatBody)
         self._check_model(body.model)
         messages = [message.plain() for message in body.messages]
         tokens = await self._tokenized("messages", self._tokenizer.chat, messages)
@@ -89,7 +91,7 @@ class Frontend:
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         """Text or a conversation to token ids, as the other endpoints see them."""
-        body = schema.decode(await self._body(http), schema.TokenizeBody)
+        body = schema.decode(await read_json(http, self._config.max_body_nbytes), schema.TokenizeBody)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("send either prompt or messages", "prompt", "conflicting_fields")
@@ -111,7 +113,7 @@ class Frontend:
 
     async def detokenize(self, http: web.Request) -> web.StreamResponse:
         """Token ids to the text that they are by themselves."""
-        body = schema.decode(await self._body(http), schema.DetokenizeBody)
+        body = schema.decode(await read_json(http, self._config.max_body_nbytes), schema.DetokenizeBody)
         self._check_model(body.model)
         check_vocabulary(body.tokens, self._config.vocab_size, "tokens")
 
@@ -142,18 +144,6 @@ class Frontend:
         return web.Response(
             body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
-
-    async def _body(self, http: web.Request) -> bytes:
-        if http.content_type != "application/json":
-            raise ApiError(
-                415,
-                f"Content-Type is {http.content_type!r}: send application/json",
-                code="unsupported_media_type",
-            )
-        try:
-            return await http.read()
-        except web.RequestPayloadError as error:
-            raise invalid(f"the body could not be read: {error}", code="invalid_body") from None
 
     def _check_model(self, name: str | None) -> None:
         """Raises ApiError (404) for another model; None is whichever there is."""
@@ -309,8 +299,8 @@ async def _written(
     job: Job, num_tokens: int, write: Callable[[], dict[str, Any]]
 ) -> dict[str, Any] | msgspec.Raw:
     """What `write` makes of so many tokens: in a thread if that takes long, so that other requests go on."""
-    if job.num_logprobs is not None and num_tokens > _MANY_TOKENS:
-        return await asyncio.to_thread(lambda: msgspec.Raw(msgspec.json.encode(write())))
+    if job.num_logprobs is not None and num_tokens > MANY_TOKENS:
+        return await asyncio.to_thread(lambda: msgspec.Raw(encoded(write())))
     return write()
 
 

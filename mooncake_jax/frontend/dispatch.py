@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from kvstore.errors import (
     DeadlineError,
@@ -53,10 +53,15 @@ log = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """A `Backend` over a Conductor and the instances it names; from `start` to `close` in one event loop."""
+    """A `Backend` over a Conductor and the instances it names; from `start` to `close` in one event loop.
 
-    def __init__(self, conductor_address: str, *, reserve_patience_seconds: float = RESERVE_PATIENCE_SECONDS):
-        self._conductor_address = conductor_address
+    Of several Conductors one places all requests, until it does not answer or has no instance: then the next does.
+    """
+
+    def __init__(self, *conductor_addresses: str, reserve_patience_seconds: float = RESERVE_PATIENCE_SECONDS):
+        if not conductor_addresses:
+            raise ValueError("a dispatcher needs the address of a Conductor")
+        self._conductor_addresses = conductor_addresses
         self.reserve_patience_seconds = reserve_patience_seconds
         self._stubs: dict[tuple[str, str], AsyncStub] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -66,8 +71,12 @@ class Dispatcher:
         self._poll_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the channel to the Conductor and begin to follow the cluster."""
-        self.conductor: Any = AsyncStub(self._conductor_address, CONDUCTOR, timeout_seconds=CALL_SECONDS)
+        """Open the channels to the Conductors and begin to follow the cluster."""
+        self._conductors: list[Any] = [
+            AsyncStub(address, CONDUCTOR, timeout_seconds=CALL_SECONDS)
+            for address in self._conductor_addresses
+        ]
+        self.conductor = self._conductors[0]
         self._poll_task = asyncio.create_task(self._poll())
 
     async def close(self) -> None:
@@ -76,7 +85,7 @@ class Dispatcher:
             return
         self._poll_task.cancel()
         await asyncio.gather(self._poll_task, *self._closing, return_exceptions=True)
-        await asyncio.gather(self.conductor.close(), *(stub.close() for stub in self._stubs.values()))
+        await asyncio.gather(*(stub.close() for stub in (*self._conductors, *self._stubs.values())))
         self._poll_task = None
 
     @property
@@ -89,8 +98,8 @@ class Dispatcher:
         return min((i.max_tokens for i in info.instances), default=None) if info and info.ready else None
 
     async def generate(self, request: Request, avoid: Sequence[str] = ()) -> AsyncGenerator[Event, None]:
-        """See `Backend`. Tries another pair when one fails before the first token; afterwards the failure is
-        the answer's. Raises RefusedError, UnavailableError and ExhaustedError for 'not now'."""
+        """See `Backend`. Tries another pair, or another Conductor, when one fails before the first token; afterwards
+        the failure is the answer's. Raises RefusedError, UnavailableError and ExhaustedError for 'not now'."""
         avoided = list(avoid)
         for remaining in reversed(range(NUM_ATTEMPTS)):
             attempt = Attempt(self, request)
@@ -103,11 +112,12 @@ class Dispatcher:
                         yield event
                 return
             except _RETRYABLE as error:
-                again = remaining > 0 and not emitted and attempt.at != ""
+                again = remaining > 0 and not emitted and (attempt.at != "" or self._leave(attempt.conductor))
                 if not again:
                     raise
-                log.warning("%s: trying another instance than %s: %s", request.request_id, attempt.at, error)
-                avoided.append(attempt.at)
+                failed = attempt.at or "the Conductor"
+                log.warning("%s: trying another one than %s: %s", request.request_id, failed, error)
+                avoided += [attempt.at] if attempt.at else []
             finally:
                 closing = asyncio.create_task(self._give_back(attempt))
                 self._closing.add(closing)
@@ -122,6 +132,15 @@ class Dispatcher:
             self._stubs[key] = AsyncStub(address, PREFILL if role == "prefill" else DECODE)
         return self._stubs[key]
 
+    def _leave(self, conductor: object) -> bool:
+        """Place at another Conductor from now on; False: there is none."""
+        if len(self._conductors) == 1:
+            return False
+        if conductor is self.conductor:  # no other request has moved on meanwhile
+            following = (self._conductors.index(conductor) + 1) % len(self._conductors)
+            self.conductor = self._conductors[following]
+        return True
+
     async def _give_back(self, attempt: Attempt) -> None:
         try:
             await attempt.close()
@@ -130,13 +149,17 @@ class Dispatcher:
 
     async def _poll(self) -> None:
         while True:
+            conductor = self.conductor
             try:
-                info = await self.conductor.cluster(Empty(), timeout=2.0)
+                info = await conductor.cluster(Empty(), timeout=2.0)
                 self._info, self._heard = info, time.monotonic()
+                if not info.ready:
+                    self._leave(conductor)
                 if not self._open:
                     await self._drop_stubs(info)
             except StoreError as error:
                 log.info("no word from the Conductor: %s", error)
+                self._leave(conductor)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _drop_stubs(self, info: ClusterInfo) -> None:
@@ -152,11 +175,13 @@ class Attempt:
 
     def __init__(self, dispatcher: Dispatcher, request: Request):
         self._dispatcher, self._request = dispatcher, request
+        self.conductor = dispatcher.conductor  # has the booking
         self.at = ""  # the instance whose answer is awaited: the one to avoid should this fail
         self._begun = time.monotonic()
         self._place: asyncio.Task[Placement] | None = None
         self._reserve: asyncio.Task[StagingHandle] | None = None
         self._prefill: AsyncGenerator[FirstToken | PrefillDone, None] | None = None
+        self._first: FirstToken | None = None
         self._prefill_done = False
         self._drain = False  # the answer is complete; prefill may still store its blocks
         self._booked = False
@@ -165,14 +190,14 @@ class Attempt:
     async def events(self, avoid: Sequence[str]) -> AsyncGenerator[Event, None]:
         """The answer's events; call `close` afterwards, however this ended."""
         request, dispatcher = self._request, self._dispatcher
-        self._place = asyncio.create_task(dispatcher.conductor.place(PlaceRequest(request, list(avoid))))
+        self._place = asyncio.create_task(self.conductor.place(PlaceRequest(request, list(avoid))))
         placement = await asyncio.shield(self._place)
         handle = await self._reserved(placement) if request.max_tokens > 1 else None
 
         self.at = placement.prefill.name
         prefill = dispatcher.stub("prefill", placement.prefill.address)
         self._prefill = prefill.prefill(PrefillRequest(request, placement, handle))
-        first = await _next(self._prefill, FirstToken, FIRST_TOKEN_SECONDS)
+        self._first = first = await _next(self._prefill, FirstToken, FIRST_TOKEN_SECONDS)
         yield Started(
             placement.prefill.name, placement.decode.name, first.cached_tokens, first.fetched_tokens
         )
@@ -210,7 +235,8 @@ class Attempt:
                 await _ignoring_store_errors(decode.release(handle))
             if self._booked:
                 seconds = time.monotonic() - self._begun
-                await self._end("decode" if self._prefill_done else "all", self._prefill_done, seconds)
+                phase = "decode" if self._prefill_done else "all"
+                await self._end(RequestEnd(self._request.request_id, phase, self._prefill_done, seconds))
         except Exception:
             log.exception("%s: cleaning up", self._request.request_id)
 
@@ -270,17 +296,21 @@ class Attempt:
 
     async def _end_prefill(self, done: PrefillDone) -> None:
         self._prefill_done = True
-        await self._end("prefill", True, done.prefill_seconds, done.queue_seconds)
+        assert self._first is not None
+        await self._end(
+            RequestEnd(
+                self._request.request_id,
+                "prefill",
+                True,
+                done.prefill_seconds,
+                done.queue_seconds,
+                self._first.cached_tokens,
+                self._first.fetched_tokens,
+            )
+        )
 
-    async def _end(
-        self,
-        phase: Literal["prefill", "decode", "all"],
-        ok: bool,
-        seconds: float,
-        queue_seconds: float = 0.0,
-    ) -> None:
-        end = RequestEnd(self._request.request_id, phase, ok, seconds, queue_seconds)
-        await _ignoring_store_errors(self._dispatcher.conductor.end(end))
+    async def _end(self, end: RequestEnd) -> None:
+        await _ignoring_store_errors(self.conductor.end(end))
 
 
 async def _next(stream: Any, kind: type[Result], seconds: float) -> Result:

@@ -59,14 +59,10 @@ class Job:
         return [choice.prompt for choice in self.choices if choice.is_first]
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """What every body of the answer begins with; `kind` is its `object`."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
+        """What every body of the answer begins with; `kind` is its `object`. `usage` is null until it is known, where a
+        stream was asked for it."""
+        body: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return body | {"choices": choices} | ({"usage": None} if self.include_usage else {})
 
 
 @dataclass(frozen=True)
@@ -203,6 +199,8 @@ def _check_scored(prompts: Sequence[Prompt], num_answers: int, num_top: int, lim
 
 def check_vocabulary(tokens: Sequence[int], vocab_size: int, name: str) -> None:
     """Raises ApiError (400) for a token id that the model does not have."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
+        return
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             param = name.partition("[")[0]

@@ -33,6 +33,7 @@ _Text = Annotated[str, Meta(max_length=1024)]
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # only false: nothing is added to hide the lengths of chunks
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +112,7 @@ def _check_prompt(prompt: Any, name: str) -> None:
         raise invalid(f"{name} is {type(prompt).__name__}: expected text or a list of token ids", "prompt")
     if not prompt:
         raise invalid(f"{name} is empty: send text or at least one token id", "prompt")
-    if isinstance(prompt, list):
+    if isinstance(prompt, list) and set(map(type, prompt)) != {int}:
         for i, token in enumerate(prompt):
             if type(token) is not int:
                 raise invalid(f"{name}[{i}] is {type(token).__name__}: expected a token id", "prompt")
@@ -128,6 +129,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=10_000)]
     name: _Text | None = None
+    annotations: None = (
+        None  # these come back as null with an answer that a client puts into its next request
+    )
+    audio: None = None
+    function_call: None = None
+    refusal: None = None
+    tool_calls: None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates expect it."""
@@ -161,6 +169,7 @@ class ChatBody(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: None = None
     prediction: None = None
     prompt_cache_key: None = None
+    prompt_cache_options: None = None
     prompt_cache_retention: None = None
     reasoning_effort: None = None
     safety_identifier: None = None
@@ -211,6 +220,9 @@ def _check_conflicts(body: CompletionBody | ChatBody | Options) -> None:
     """Fields that are right by themselves and not together."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream=true", "stream_options", "conflicting_fields")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        raise invalid(f"{name} is not supported here: leave it out", name, "unsupported_field")
     if isinstance(body, CompletionBody) and body.best_of not in (None, body.num_choices):
         raise invalid(
             f"best_of={body.best_of} with n={body.num_choices}: best_of may only equal n",

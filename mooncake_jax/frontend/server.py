@@ -45,7 +45,11 @@ class HttpServer:
 
     async def _start(self) -> None:
         self._runner = web.AppRunner(
-            self._build(), handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_SECONDS
+            self._build(),
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            shutdown_timeout=GRACE_SECONDS,
         )
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()

@@ -57,8 +57,11 @@ class PrefillJob:
         self._scores: list[PromptScores] = []
         self._arrived = time.monotonic()
         self._staging = StagingLease(request.staging, self._arrived) if request.staging else None
-        self._began = self._first_token = self._arrived
-        self._served_seconds = 0.0
+        self._first_token = self._tile_began = self._arrived
+        self._served_seconds = self._lost_seconds = (
+            0.0  # of the tiles that are done, and of those that were for nothing
+        )
+        self._prefill_seconds = 0.0  # until the first token, known with it
         num_tokens = len(self.tokens)
         self._prefix = Prefix(
             paths.home,
@@ -98,7 +101,6 @@ class PrefillJob:
 
     def begin(self, slot: int) -> None:
         """Takes an engine slot, fixes the reused prefix and opens the stream."""
-        self._began = time.monotonic()
         self.slot = slot
         self._open_stream(again=False)
 
@@ -119,6 +121,10 @@ class PrefillJob:
         start, self._opened = next_tile(self._opened, len(self.tokens), tile_tokens)
         return start, self._opened
 
+    def tile_begins(self) -> None:
+        """The engine computes for it from now on."""
+        self._tile_began = time.monotonic()
+
     def add_new(self, kv: GroupKV, num_tokens: int) -> None:
         """New KV of a tile of `num_tokens` tokens.
 
@@ -133,11 +139,14 @@ class PrefillJob:
         """Of the prompt tokens that follow those of the tile."""
         self._scores.append(scores)
 
-    def tile_done(self, num_tokens: int, seconds: float) -> None:
-        """`num_tokens` more are in the cache. After the first tile, reused blocks go to decode as well: not earlier,
-        because copying them would delay the first token of a prompt that is cached but for its end.
+    def tile_done(self, num_tokens: int) -> float:
+        """`num_tokens` more are in the cache; returns the seconds they took.
+
+        After the first tile, reused blocks go to decode as well: not earlier, because copying them would delay the
+        first token of a prompt that is cached but for its end.
         """
         assert self._stream is not None
+        seconds = time.monotonic() - self._tile_began
         self._served_seconds += seconds
         self.position += num_tokens
         if self._loads_prefix:
@@ -145,10 +154,13 @@ class PrefillJob:
             self._stream.add_prefix(0, *self._prefix.whole_blocks(0, home))
             self._stream.add_prefix(home, *self._prefix.whole_blocks(home, stop))
             self._loads_prefix = False
+        return seconds
 
     def first_token(self, sampled: Sampled) -> FirstToken:
         """The answer's first token, with how much of the prompt was reused."""
         self._first_token = time.monotonic()
+        own_seconds = self._served_seconds - self._lost_seconds
+        self._prefill_seconds = own_seconds + self._first_token - self._tile_began
         z, request = self._paths.format.block_tokens, self.request
         return FirstToken(
             token=sampled.token,
@@ -164,8 +176,8 @@ class PrefillJob:
         assert self._stream is not None
         self._stream.finish()
         return PrefillDone(
-            queue_seconds=self._began - self._arrived,
-            prefill_seconds=self._first_token - self._began,
+            queue_seconds=self._first_token - self._arrived - self._prefill_seconds,
+            prefill_seconds=self._prefill_seconds,
             stream_tail_seconds=time.monotonic() - self._first_token,
             streamed_nbytes=self._stream.streamed_nbytes,
         )
@@ -192,6 +204,7 @@ class PrefillJob:
         f, home = self._paths.format, self._paths.home
         cached = self._prefix.begin()
         self._scores = []
+        self._lost_seconds = self._served_seconds  # of tiles before, whose KV is not there any more
         self.position = self._opened = cached * f.block_tokens
         self._loads_prefix = cached > 0
         home_copy = HomeCopy(home, f, self._keys[cached:], cached)

@@ -12,10 +12,11 @@ The life of a request here:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
+import msgspec
 
 from kvstore.block import chain_keys, root_key
 from kvstore.errors import InvalidError, StaleError, StoreError
@@ -74,8 +75,19 @@ class PrefillService:
             "home_reserved": home["reserved"],
         }
 
+    def beats(self) -> Callable[[], InstanceLoad]:
+        """`load` for the heartbeats to one Conductor, each with the fetches since the one before."""
+        num_told = self._paths.fetch_times.since(0)[1]
+
+        def beat() -> InstanceLoad:
+            nonlocal num_told
+            fetches, num_told = self._paths.fetch_times.since(num_told)
+            return msgspec.structs.replace(self.load(), fetches=fetches)
+
+        return beat
+
     def load(self) -> InstanceLoad:
-        """For the heartbeat."""
+        """What this instance has to do, and its counters."""
         transfer = self._paths.transfer.counters()
         failed_transfers = transfer.pop("failed")
         return InstanceLoad(
@@ -92,7 +104,6 @@ class PrefillService:
                 "compiles_after_ready": float(self._engine.compiles_after_ready),
                 "home_evicted": float(self._paths.home.stats()["evicted"]),
             },
-            fetches=self._paths.fetch_times.take(),
         )
 
     def _jobs(self) -> list[PrefillJob]:

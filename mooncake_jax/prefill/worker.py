@@ -42,7 +42,6 @@ class _OpenTile:
     job: PrefillJob
     num_tokens: int
     items: TileItems
-    began: float
 
 
 class PrefillWorker:
@@ -55,7 +54,6 @@ class PrefillWorker:
         self._open: deque[_OpenTile] = deque()
         self._free_slots = list(range(engine.num_slots))
         self._speed = Speed()
-        self._last_tile_ended = 0.0
         self._ready = threading.Event()
         self._failure: Exception | None = None
         self._closed = False
@@ -221,7 +219,7 @@ class PrefillWorker:
         except Exception as error:
             self._failed(job, error)
         else:
-            self._open.append(_OpenTile(job, stop - start, items, time.monotonic()))
+            self._open.append(_OpenTile(job, stop - start, items))
 
     def _finish_tile(self, tile: _OpenTile) -> None:
         try:
@@ -237,6 +235,7 @@ class PrefillWorker:
 
     def _take_items(self, tile: _OpenTile) -> FirstToken | None:
         job, first_token = tile.job, None
+        job.tile_begins()  # where the engine has a pipeline: the tile before has just ended
         with contextlib.closing(tile.items) as items:
             for item in items:
                 if isinstance(item, Sampled):
@@ -247,13 +246,7 @@ class PrefillWorker:
                     job.add_new(item, tile.num_tokens)
         if tile not in self._open:
             return None  # its request ended when its next tile was refused
-        now = time.monotonic()
-        seconds = now - max(
-            tile.began, self._last_tile_ended
-        )  # tiles overlap where the engine has a pipeline
-        self._last_tile_ended = now
-        self._speed.add(tile.num_tokens, seconds)
-        job.tile_done(tile.num_tokens, seconds)
+        self._speed.add(tile.num_tokens, job.tile_done(tile.num_tokens))
         return first_token
 
     def _failed(self, job: PrefillJob, error: Exception) -> None:

@@ -58,6 +58,7 @@ class Batch:
         self.step = 0  # steps done
         self.kv_tokens = 0
         self._ends: list[tuple[int, int, int]] = []  # (last step, request, KV tokens then)
+        self._first = self._slope = 0.0  # seconds of the next step, and what each further one takes more
         self._base = costs.decode_base_seconds - costs.decode_seconds_per_extra_request
         self._per_request = costs.decode_seconds_per_extra_request
         self._per_token = costs.decode_seconds_per_kv_token
@@ -73,10 +74,11 @@ class Batch:
         """`request` takes part in the next `num_steps` (1 or more) steps."""
         heapq.heappush(self._ends, (self.step + num_steps, request, kv_tokens + num_steps))
         self.kv_tokens += kv_tokens
+        self._changed()
 
     def next_seconds(self) -> float:
         """What the next step takes."""
-        return self._base + self._per_request * len(self._ends) + self._per_token * self.kv_tokens
+        return self._first
 
     def steps_to_end(self) -> int:
         """Until the first request leaves."""
@@ -84,18 +86,17 @@ class Batch:
 
     def seconds(self, count: int) -> float:
         """What the next `count` steps take, if nobody joins."""
-        slope = self._per_token * len(self._ends)
-        return count * (self.next_seconds() + slope * (0.5 * (count - 1)))
+        return count * (self._first + self._slope * (0.5 * (count - 1)))
 
     def steps_until(self, seconds: float) -> int:
         """The fewest steps that take at least `seconds`."""
-        first, slope = self.next_seconds(), self._per_token * len(self._ends)
+        first, slope = self._first, self._slope
         middle = first - 0.5 * slope
         root = math.sqrt(middle * middle + 2.0 * slope * seconds) if slope else 0.0
         count = max(int((root - middle) / slope if slope else seconds / first), 0)
-        while count and self.seconds(count - 1) >= seconds:
+        while count and (count - 1) * (first + slope * (0.5 * (count - 2))) >= seconds:
             count -= 1
-        while self.seconds(count) < seconds:
+        while count * (first + slope * (0.5 * (count - 1))) < seconds:
             count += 1
         return count
 
@@ -103,7 +104,7 @@ class Batch:
         """Do `count` steps, at most to the first end; returns who left."""
         if not count:
             return []
-        self.log.add(self.next_seconds(), self._per_token * len(self._ends), count)
+        self.log.add(self._first, self._slope, count)
         return self._passed(count)
 
     def advance_one(self, seconds: float) -> list[int]:
@@ -120,4 +121,10 @@ class Batch:
             _, request, kv_tokens = heapq.heappop(ends)
             self.kv_tokens -= kv_tokens
             left.append(request)
+        self._changed()
         return left
+
+    def _changed(self) -> None:
+        num = len(self._ends)
+        self._first = self._base + self._per_request * num + self._per_token * self.kv_tokens
+        self._slope = self._per_token * num

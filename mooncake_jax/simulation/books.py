@@ -22,39 +22,29 @@ class Books:
             "decode": [f"d{slot}" for slot in range(num_decode)],
         }
         self._dead: dict[Role, set[int]] = {"prefill": set(), "decode": set()}
+        self._factor: dict[Role, list[float]] = {"prefill": [1.0] * num_prefill, "decode": [1.0] * num_decode}
         self._num_prefill = [0] * num_prefill
         self._queued_seconds = [0.0] * num_prefill  # forecasts of what has not begun
         self._free_at = [0.0] * num_prefill
         self._num_decode = [0] * num_decode
         self._kv_tokens = [0] * num_decode
         self._committed_tokens = [0] * num_decode
-        self._changed_prefill, self._changed_decode = set(range(num_prefill)), set(range(num_decode))
+        self._changed_prefill: set[int] = set()
+        self._changed_decode: set[int] = set()
+        for slot in range(num_prefill):
+            self._put_prefill(slot)
+        for slot in range(num_decode):
+            self._put_decode(slot)
 
     def view(self) -> ClusterView:
         """The rows as they are now."""
-        view, dead = self._view, self._dead
-        names = self._names["prefill"]
-        for slot in sorted(self._changed_prefill):
-            until = self._free_at[slot] + self._queued_seconds[slot]
-            alive = slot not in dead["prefill"]
-            row = PrefillRow(names[slot], alive, _ANY_LENGTH, 1, self._num_prefill[slot], until, 1.0)
-            view.put_prefill(slot, row)
+        for slot in self._changed_prefill:
+            self._put_prefill(slot)
         self._changed_prefill.clear()
-        names = self._names["decode"]
-        for slot in sorted(self._changed_decode):
-            row = DecodeRow(
-                names[slot],
-                slot not in dead["decode"],
-                _ANY_LENGTH,
-                self._decode_slots,
-                self._num_decode[slot],
-                self._kv_tokens[slot],
-                self._committed_tokens[slot],
-                self._decode_tokens,
-            )
-            view.put_decode(slot, row)
+        for slot in self._changed_decode:
+            self._put_decode(slot)
         self._changed_decode.clear()
-        return view
+        return self._view
 
     def place(self, prefill: int, seconds: float, free_at: float) -> None:
         """A prompt that will take `seconds` goes to `prefill`, whose next pass can begin at `free_at`."""
@@ -86,6 +76,32 @@ class Books:
         """The instance takes no more."""
         self._dead[role].add(slot)
         (self._changed_prefill if role == "prefill" else self._changed_decode).add(slot)
+
+    def learn(self, role: Role, slot: int, factor: float) -> None:
+        """What the instance does takes `factor` times what the model says."""
+        self._factor[role][slot] = factor
+        (self._changed_prefill if role == "prefill" else self._changed_decode).add(slot)
+
+    def _put_prefill(self, slot: int) -> None:
+        until = self._free_at[slot] + self._queued_seconds[slot]
+        name, alive = self._names["prefill"][slot], slot not in self._dead["prefill"]
+        factor = self._factor["prefill"][slot]
+        row = PrefillRow(name, alive, _ANY_LENGTH, 1, self._num_prefill[slot], until, factor)
+        self._view.put_prefill(slot, row)
+
+    def _put_decode(self, slot: int) -> None:
+        row = DecodeRow(
+            self._names["decode"][slot],
+            slot not in self._dead["decode"],
+            _ANY_LENGTH,
+            self._decode_slots,
+            self._num_decode[slot],
+            self._kv_tokens[slot],
+            self._committed_tokens[slot],
+            self._decode_tokens,
+            self._factor["decode"][slot],
+        )
+        self._view.put_decode(slot, row)
 
     def _add(self, decode: int, num: int, num_tokens: int, total_tokens: int) -> None:
         self._num_decode[decode] += num

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvstore.directory.index import PrefixIndex
 from kvstore.node.eviction import LeastRecent
 
 EvictionName = Literal["lru", "random"]
+_NUM_MASKS = 16_384  # sets of nodes whose numbers are kept
 
 
 class EvictionOrder(Protocol):
@@ -87,7 +89,9 @@ class Caches:
         self._ssd: list[LeastRecent[int]] = [LeastRecent() for _ in range(num_nodes)]
         self._on_ssd: list[set[int]] = [set() for _ in range(num_nodes)]
         self._pending: list[set[int]] = [set() for _ in range(num_nodes)]
-        self._mask_nbytes = -(-num_nodes // 8)
+        self._nothing = np.zeros(num_nodes, np.int64)
+        self._nothing.flags.writeable = False
+        self._nodes = lru_cache(_NUM_MASKS)(partial(_nodes, -(-num_nodes // 8)))
         self._uses = 0
 
     def match(self, keys: Sequence[int], draw: float) -> tuple[np.ndarray, int, int]:
@@ -95,21 +99,20 @@ class Caches:
 
         Among equal holders `draw` in [0, 1) decides.
         """
-        local = np.zeros(len(self._names), np.int64)
         runs = self.index.runs(keys)
+        if not runs:
+            return self._nothing, 0, -1
+        local = self._nothing.copy()
         best, holder = 0, -1
         for length, mask in runs:
-            if mask & (mask - 1):
-                local[self._nodes(mask)] = length
-            else:
-                local[mask.bit_length() - 1] = length
+            local[self._nodes(mask)] = length
         for length, mask in reversed(runs):
             if length <= best:
                 break
             nodes = self._nodes(mask)
             first = int(draw * len(nodes))
             for turn in range(len(nodes)):
-                node = int(nodes[first - turn])
+                node = nodes.item(first - turn)
                 available = self._computed(node, keys, length)
                 if available > best:
                     best, holder = available, node
@@ -138,12 +141,14 @@ class Caches:
             if self._ssd_blocks:
                 victims = self._demote(node, victims)
             self.index.remove(self._names[node], victims)
-            pending.difference_update(victims)
+            if pending:
+                pending.difference_update(victims)
         return num_read
 
     def computed(self, node: int, keys: Sequence[int]) -> None:
         """`keys` are there: others may fetch them."""
-        self._pending[node].difference_update(keys)
+        if pending := self._pending[node]:
+            pending.difference_update(keys)
 
     def forget(self, node: int) -> None:
         """`node` is gone, with all it held."""
@@ -156,12 +161,6 @@ class Caches:
     def contents(self) -> list[set[int]]:
         """The blocks of each node (copies)."""
         return [self.index.keys(name) for name in self._names]
-
-    def _nodes(self, mask: int) -> list[int] | np.ndarray:
-        if mask & (mask - 1) == 0:
-            return [mask.bit_length() - 1]
-        raw = np.frombuffer(mask.to_bytes(self._mask_nbytes, "little"), np.uint8)
-        return np.unpackbits(raw, bitorder="little").nonzero()[0]
 
     def _computed(self, node: int, keys: Sequence[int], length: int) -> int:
         pending = self._pending[node]
@@ -184,6 +183,11 @@ class Caches:
         gone = ssd.pop_oldest(max(len(ssd) - self._ssd_blocks, 0))
         self._on_ssd[node].difference_update(gone)
         return gone
+
+
+def _nodes(mask_nbytes: int, mask: int) -> np.ndarray:
+    raw = np.frombuffer(mask.to_bytes(mask_nbytes, "little"), np.uint8)
+    return np.unpackbits(raw, bitorder="little").nonzero()[0]
 
 
 def lru_hit_rate(chains: Sequence[Sequence[int]], num_tokens: Sequence[int], capacity: int, Z: int) -> float:

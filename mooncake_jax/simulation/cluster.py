@@ -24,7 +24,6 @@ from mooncake_jax.simulation.ledger import Ledger, Outcomes, State
 from mooncake_jax.simulation.network import Network
 from mooncake_jax.simulation.prefill import PrefillInstance
 from mooncake_jax.simulation.workload import Workload
-from mooncake_jax.trace import BLOCK_TOKENS
 
 _UNLIMITED = 1 << 40
 
@@ -39,9 +38,10 @@ class Cluster:
         self.ledger = Ledger(workload)
         self.caches = Caches(
             config.num_prefill,
-            _blocks(config.dram_tokens if config.dram_tokens is not None else costs.dram_tokens)
+            (config.dram_tokens if config.dram_tokens is not None else costs.dram_tokens)
+            // config.block_tokens
             * config.nodes_per_group,
-            _blocks(config.ssd_tokens) * config.nodes_per_group,
+            config.ssd_tokens // config.block_tokens * config.nodes_per_group,
             config.eviction,
             config.seed,
         )
@@ -93,7 +93,8 @@ class Cluster:
             max_waiting_prompts=_UNLIMITED,
             cost=costs.estimator(),
         )
-        self._block_nbytes = int(costs.kv_nbytes(BLOCK_TOKENS))
+        self._block_tokens = config.block_tokens
+        self._block_nbytes = int(costs.kv_nbytes(config.block_tokens))
         self._ssd_seconds = self._block_nbytes / costs.ssd_nbytes_per_second
         self._random = random.Random(config.seed).random
         num = len(workload)
@@ -140,7 +141,9 @@ class Cluster:
         local, best, holder = self.caches.match(keys, draw())
         decision = schedule(
             self.books.view(),
-            RequestFeatures(num_tokens, workload.num_outputs[request], BLOCK_TOKENS, self._block_nbytes),
+            RequestFeatures(
+                num_tokens, workload.num_outputs[request], self._block_tokens, self._block_nbytes
+            ),
             PrefixLengths(local, best, ""),
             self._schedule,
             now=now,
@@ -161,11 +164,11 @@ class Cluster:
         num_read = self.caches.use(p, keys, num_local)
         if num_read:
             ready = max(ready, now + num_read * self._ssd_seconds)
-        self.ledger.prefix_tokens[request] = reused * BLOCK_TOKENS
+        self.ledger.prefix_tokens[request] = reused * self._block_tokens
         if ready > now:
             self.loop.at(ready, self._ready, (request, self._attempt[request]))
         else:
-            self.prefills[p].add(request, num_tokens, reused * BLOCK_TOKENS)
+            self.prefills[p].add(request, num_tokens, reused * self._block_tokens)
 
     def _book(self, request: int, decision: Decision, now: float) -> None:
         p, d = decision.prefill, decision.decode
@@ -183,9 +186,11 @@ class Cluster:
         ledger, (holder, num_local) = self.ledger, self._source[request]
         if holder >= 0:
             if holder in self._dead_prefill:  # what was fetched is lost with it
-                ledger.prefix_tokens[request] = num_local * BLOCK_TOKENS
+                ledger.prefix_tokens[request] = num_local * self._block_tokens
             else:
-                ledger.fetched_tokens[request] = ledger.prefix_tokens[request] - num_local * BLOCK_TOKENS
+                ledger.fetched_tokens[request] = (
+                    ledger.prefix_tokens[request] - num_local * self._block_tokens
+                )
         p, _ = self._pair[request]
         self.prefills[p].add(request, self.workload.num_tokens[request], ledger.prefix_tokens[request])
 
@@ -211,6 +216,8 @@ class Cluster:
             if self._pair[request][1] in self._dead_decode:
                 self._again(request)
                 continue
+            if self.config.first_token == "prefilled":
+                self.ledger.first_token_at[request] = now
             arrived = max(now, self._streamed_at[request])
             loaded = arrived + costs.load_seconds(workload.num_tokens[request])
             self.loop.at(loaded, self._arrived, request)
@@ -220,7 +227,8 @@ class Cluster:
         if d in self._dead_decode:
             self._again(request)
             return
-        self.ledger.first_token_at[request] = self.loop.now
+        if self.config.first_token == "loaded":
+            self.ledger.first_token_at[request] = self.loop.now
         num_steps = self.workload.num_outputs[request] - 1
         if num_steps:
             self.decodes[d].add(request, self.workload.num_tokens[request], num_steps)
@@ -272,10 +280,6 @@ class Cluster:
         for request, (p, _) in enumerate(self._pair):
             if p == number and self._at_prefill[request]:
                 self._again(request)
-
-
-def _blocks(num_tokens: int) -> int:
-    return num_tokens // BLOCK_TOKENS
 
 
 def simulate(config: ClusterConfig, workload: Workload) -> Outcomes:

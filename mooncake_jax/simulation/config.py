@@ -10,8 +10,10 @@ from mooncake_jax.cost_model import NodeCosts
 from mooncake_jax.messages import Role
 from mooncake_jax.simulation.caches import EvictionName
 from mooncake_jax.simulation.discipline import DisciplineName
+from mooncake_jax.trace import BLOCK_TOKENS
 
 CoupledMode = Literal["plain", "prefix_caching", "chunked_prefill"]
+FirstToken = Literal["loaded", "prefilled"]
 Dispatch = Literal["fewest", "round_robin", "random"]
 
 
@@ -40,6 +42,10 @@ class ClusterConfig:
     tile_tokens: int = 2048  # of the discipline `tiles`
     nodes_per_group: int = 1  # of a prefill instance; more: chunked pipeline parallelism
     chunk_tokens: int = 4096  # of the pipeline
+    block_tokens: int = BLOCK_TOKENS  # of a block of the workload's chains
+    first_token: FirstToken = (
+        "loaded"  # it is out when decode has its KV, as the paper counts, or after prefill
+    )
     dram_tokens: int | None = None  # for blocks, a node; None: as the cost model says
     ssd_tokens: int = 0  # beside it
     eviction: EvictionName = "lru"
@@ -56,6 +62,7 @@ class ClusterConfig:
             "chunk_tokens",
             "tile_tokens",
             "decode_slots",
+            "block_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

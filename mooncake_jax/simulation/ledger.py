@@ -137,8 +137,10 @@ def _intervals(
             values = np.where(inside, durations.take(steps, mode="clip"), 0.0)
             values[:, 0] += first_wait[rows]
             mean[rows] = values.sum(1) / lengths
-            values.sort(1)
             num_longest = -(-lengths // 10)
-            kept = columns >= (lengths[-1] - num_longest)[:, None]
-            longest[rows] = np.where(kept, values, 0.0).sum(1) / num_longest
+            most = num_longest[-1]
+            values.partition(lengths[-1] - most, axis=1)
+            top = np.sort(values[:, lengths[-1] - most :], axis=1)
+            kept = np.arange(most) >= (most - num_longest)[:, None]
+            longest[rows] = np.where(kept, top, 0.0).sum(1) / num_longest
     return longest, mean

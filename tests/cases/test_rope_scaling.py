@@ -49,11 +49,11 @@ def test_log_probabilities_at_every_distance_are_those_of_transformers(
         tile = tokens[start : start + TILE]
         here = [position for position in golden if start <= position < start + TILE]
         for target in {0, *(int(golden[position].argmax()) for position in here)}:
-            scores = engine.score(0, tile, start, np.full(tile.shape, target, np.int32))
+            *_, scores = engine.prefill(0, tile, start, targets=np.full(tile.shape, target, np.int32))
             for position in here:
                 expected = log_softmax(golden[position])
                 assert scores.logprobs[position - start] == pytest.approx(expected[target], abs=1e-3)
-                assert scores.best[position - start] == expected.argmax()
+                assert scores.top_tokens[position - start, 0] == expected.argmax()
 
 
 def test_the_golden_values_would_show_another_scaling():

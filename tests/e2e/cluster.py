@@ -144,6 +144,7 @@ class LocalCluster:
         *,
         num_prefill: int = 2,
         num_decode: int = 2,
+        num_conductors: int = 1,
         host_ids: Callable[[str], str] = lambda name: name,
         prefill: PrefillConfig | None = None,
         decode: DecodeConfig | None = None,
@@ -164,14 +165,21 @@ class LocalCluster:
             stack.callback(directory.close)
             directory_server = Server(directory.handlers(), max_workers=directory.max_workers)
             stack.callback(directory_server.close)
-            self._replicas = [DirectoryReplica(directory_server.address)]
-            conductor = ConductorService(ConductorConfig(), self._replicas[0])
-            conductor.start()
-            stack.callback(conductor.close)
-            conductor_server = Server(conductor.handlers())
-            stack.callback(conductor_server.close)
-            self.conductor = Stub(conductor_server.address, CONDUCTOR)
-            stack.callback(self.conductor.close)
+            self._replicas: list[DirectoryReplica] = []
+            self.conductors: list[Stub] = []
+            self._conductor_ends: list[ExitStack] = []
+            for _ in range(num_conductors):
+                ends = stack.enter_context(ExitStack())
+                self._replicas.append(DirectoryReplica(directory_server.address))
+                conductor = ConductorService(ConductorConfig(), self._replicas[-1])
+                conductor.start()
+                ends.callback(conductor.close)
+                conductor_server = Server(conductor.handlers())
+                ends.callback(conductor_server.close)
+                self.conductors.append(Stub(conductor_server.address, CONDUCTOR))
+                stack.callback(self.conductors[-1].close)
+                self._conductor_ends.append(ends)
+            self.conductor = self.conductors[0]
             self._stubs: dict[str, Stub] = {}
             self._ids = itertools.count(1)
 
@@ -180,7 +188,7 @@ class LocalCluster:
                     name=name,
                     model="fake",
                     directory_address=directory_server.address,
-                    conductor_address=conductor_server.address,
+                    conductor_addresses=tuple(stub.address for stub in self.conductors),
                     host_id=host_ids(name),
                     dram_nbytes=num_home_blocks * engine.format.nbytes,
                     ssd_path="" if ssd is None else str(ssd / name),
@@ -207,7 +215,10 @@ class LocalCluster:
                 stack.callback(self.instances[name].close)
             self._replicas += [instance.client.replica for instance in self.instances.values()]
             total = num_prefill + num_decode
-            wait_until(lambda: len(self.conductor.cluster(Empty()).instances) == total, "all are registered")
+            for stub in self.conductors:
+                wait_until(
+                    lambda stub=stub: len(stub.cluster(Empty()).instances) == total, "all are registered"
+                )
             self._start = {name: self.books(name) for name in self.instances}
             self._stack = stack.pop_all()
 
@@ -217,6 +228,12 @@ class LocalCluster:
         self.engines[name] = engine
         self.instances[name] = start_prefill(self._config(name, engine), engine, self._prefill_config)
         self._stack.callback(self.instances[name].close)
+
+    def stop_conductor(self, index: int) -> None:
+        """It is gone, and all it knew; `conductor` is the one before it."""
+        self._conductor_ends[index].close()
+        del self.conductors[index]
+        self.conductor = self.conductors[index - 1]
 
     def end(self, request_id: str) -> None:
         """Give a booking back; ids that have none are no error."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import cache, llama, ticks
+from models import cache, llama, rope, ticks
 from models.config import LlamaConfig
 from models.platform import CPU
 from models.sharding import MeshShape
@@ -85,7 +85,16 @@ class Scene:
         pages = [jnp.zeros(cache.pages_shape(self.cfg, 1, self.num_pages), jnp.float32)]
         zero = jnp.int32(0)
         x, _, blocks = llama.prefill_group(
-            self.cfg, PLATFORM, ByRows(1), [layer], x, pages, zero, zero, num_valid
+            self.cfg,
+            PLATFORM,
+            ByRows(1),
+            [layer],
+            x,
+            rope.rotation(self.cfg, jnp.arange(x.shape[0])),
+            pages,
+            zero,
+            zero,
+            num_valid,
         )
         return x, blocks
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import codecs
 
+import numpy as np
+
+from models.draw import MAX_TOP
 from mooncake_jax.frontend.backend import Started
 from mooncake_jax.request import PrefillDone, PromptLogprobs, TokenEvent
 
@@ -74,8 +77,9 @@ class ScriptedBackend:
             yield Started("prefill-0", "decode-0", 3, 2)
             if request.score_prompt:
                 scored = len(request.tokens) - 1
-                top = [(ord("a") + j, -2.0 - j) for j in range(request.sampling.num_top)]
-                yield PromptLogprobs([-1.5] * scored, [top] * scored)
+                ranks = np.tile(np.arange(MAX_TOP), (scored, 1))
+                logprobs = np.full(scored, -1.5)
+                yield PromptLogprobs.of(logprobs, ord("a") + ranks, -2.0 - ranks, request.sampling.num_top)
             tokens = [t for t in self.tokens if t != EOS or EOS in request.stop_token_ids]
             ended = len(tokens) <= request.max_tokens
             tokens = tokens[: request.max_tokens]

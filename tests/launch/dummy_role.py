@@ -24,9 +24,11 @@ def build(stack):
             raise OSError("the disk is on fire")
         case "stubborn":
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGALRM])
+        case "busy":
+            Path(f"/dev/shm/mooncake-{os.getpid()}-0-dummy").write_bytes(b"x")
+            stack.callback(lambda: time.sleep(600))
         case "litter":
-            shared = Path(f"/dev/shm/mooncake-{os.getpid()}-0-dummy")
-            shared.write_bytes(b"x")
+            Path(f"/dev/shm/mooncake-{os.getpid()}-0-dummy").write_bytes(b"x")
             sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             print(f"sleeper {sleeper.pid}", flush=True)
         case "slow":

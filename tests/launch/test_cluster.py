@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.local_cluster import Cluster, ClusterConfig, core_sets
+from launch.local_cluster import Cluster, ClusterConfig, _engines, _stores, core_sets
 from launch.supervisor import SupervisorError
 
 ROLES = ("directory", "conductor", "frontend", "store-0", "prefill-0", "decode-0")
@@ -111,6 +111,16 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
     for log in tmp_path.glob("*.log"):
         for line in log.read_text().splitlines():
             assert "Traceback" not in line, log
+
+
+def test_every_store_node_has_an_ssd_folder_of_its_own(tmp_path):
+    config = ClusterConfig(model="m", run_dir=tmp_path, num_prefill=2, ssd_path="/ssd", ssd_nbytes=1000)
+    commands = [*_engines(config, "directory", ["conductor"]).values(), *_stores(config, "directory")]
+    assert [command.name for command in commands] == ["prefill-0", "prefill-1", "decode-0", "store-0"]
+    for command in commands:
+        assert {f"--ssd_path=/ssd/{command.name}", "--ssd_nbytes=1000"} <= set(command.argv)
+    with pytest.raises(ValueError, match="both or none"):
+        ClusterConfig(model="m", run_dir=tmp_path, ssd_path="/ssd")
 
 
 def test_core_sets():

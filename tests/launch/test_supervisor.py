@@ -1,5 +1,6 @@
 """The supervisor with real processes: restarts, refusals, and nothing left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from launch import supervisor as module
-from launch.supervisor import Command, Supervisor, SupervisorError, backoff_seconds
+from launch.process import CLOSE_SECONDS
+from launch.supervisor import (
+    END_SECONDS,
+    GRACE_SECONDS,
+    Command,
+    Supervisor,
+    SupervisorError,
+    backoff_seconds,
+)
 
 DUMMY = str(Path(__file__).parent / "dummy_role.py")
 ROOT = Path(__file__).parents[2]
@@ -154,30 +163,34 @@ def test_backoff_grows_to_a_limit():
     assert [backoff_seconds(n) for n in (1, 2, 3, 6, 20)] == [0.25, 0.5, 1.0, 8.0, 8.0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_children_end_with_their_parent(tmp_path, number):
-    """Ctrl-C, or even SIGKILL: the children do not outlive the process that runs the supervisor."""
+@contextlib.contextmanager
+def parent_of(run_dir, kind, supervisor="", stoppable=""):
+    """A process that runs a supervisor with one child, and the child's pid; the arguments are source code."""
     program = textwrap.dedent(
         f"""
-        import sys
         from pathlib import Path
         from launch.process import stoppable, wait_for_signal
         from launch.supervisor import Command, Supervisor
 
         def serve():
-            with Supervisor(Path({str(tmp_path)!r})) as supervisor:
-                supervisor.start(Command("a", ({DUMMY!r}, "--name=a", "--kind=litter")))
+            with Supervisor(Path({str(run_dir)!r}), {supervisor}) as supervisor:
+                supervisor.start(Command("a", ({DUMMY!r}, "--name=a", "--kind={kind}")))
                 supervisor.wait_ready(["a"], 30)
                 print(supervisor.pid("a"), flush=True)
                 wait_for_signal()
 
-        stoppable(serve)
+        stoppable(serve, {stoppable})
         """
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT)
-    with parent:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT) as parent:
         assert parent.stdout
-        pid = int(parent.stdout.readline())
+        yield parent, int(parent.stdout.readline())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_children_end_with_their_parent(tmp_path, number):
+    """Ctrl-C, or even SIGKILL: the children do not outlive the process that runs the supervisor."""
+    with parent_of(tmp_path, "litter") as (parent, pid):
         parent.send_signal(number)
         code = parent.wait(30)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 0)
@@ -190,6 +203,22 @@ def test_children_end_with_their_parent(tmp_path, number):
     for path in Path("/dev/shm").glob(f"mooncake-{pid}-*"):
         path.unlink()
         assert number == signal.SIGKILL, "shared memory is left"
+
+
+def test_a_parent_waits_for_a_child_that_takes_all_the_time_it_has(tmp_path):
+    """Such as one that compiles when Ctrl-C comes: it is killed by its alarm, and its memory is removed."""
+    with parent_of(tmp_path, "busy", "grace_seconds=1.0", "20.0") as (parent, pid):
+        parent.send_signal(signal.SIGINT)
+        code = parent.wait(30)
+    assert code == 0, "its own alarm ended it"
+    assert gone(pid)
+    assert not list(Path("/dev/shm").glob(f"mooncake-{pid}-*")), "shared memory is left"
+
+
+def test_each_has_time_for_those_below_it():
+    assert CLOSE_SECONDS < GRACE_SECONDS < END_SECONDS
+    for launcher in ("cluster", "demo"):
+        assert "stoppable(serve, END_SECONDS)" in (ROOT / "launch" / f"{launcher}.py").read_text()
 
 
 def test_a_start_that_the_system_refuses_is_tried_again(supervisor, monkeypatch):

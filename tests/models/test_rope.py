@@ -47,8 +47,8 @@ def test_scores_depend_on_distance_only():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, cfg.head_dim)) for i in (0, 1))
 
     def score(query_at, key_at):
-        a = rope.rotate(q, *rope.rotation(cfg, jnp.array([query_at])))
-        b = rope.rotate(k, *rope.rotation(cfg, jnp.array([key_at])))
+        a = rope.rotate(q, rope.rotation(cfg, jnp.array([query_at])))
+        b = rope.rotate(k, rope.rotation(cfg, jnp.array([key_at])))
         return float((a * b).sum())
 
     assert math.isclose(score(7, 3), score(107, 103), abs_tol=1e-4)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from models import cache, llama, tensor_parallel
+from models import cache, llama, rope, tensor_parallel
 from models.config import preset
 from models.platform import CPU
 from models.sharding import MeshShape
@@ -34,12 +34,13 @@ def test_decode_over_heads_equals_one_device():
     x = rng.standard_normal((BATCH, CFG.d_model), np.float32)
     positions, active = np.array([0, 17, 200], np.int32), np.array([True, False, True])
     alone = jax.jit(functools.partial(llama.decode_group, CFG, CPU, ByHeads(1)))
-    expected_x, expected_pages = alone(PARAMS, x, pages, positions, active)
+    rotation = rope.rotation(CFG, positions)
+    expected_x, expected_pages = alone(PARAMS, x, rotation, pages, positions, active)
     mesh = MeshShape(tensor=4).make()
     table = llama.param_table(CFG)["layers"]
     layers = tensor_parallel.place(table, mesh, PARAMS)
     step = jax.jit(tensor_parallel.decode_group(CFG, CPU, mesh))
-    got_x, got_pages = step(layers, x, pages, positions, active)
+    got_x, got_pages = step(layers, x, rotation, pages, positions, active)
     np.testing.assert_allclose(got_x[active], expected_x[active], atol=1e-4)
     for got, expected in zip(got_pages, expected_pages, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-4)

@@ -100,3 +100,13 @@ def test_the_public_traces_are_those_of_table_2(name, num, mean_input, mean_outp
     assert statistics.mean_input_tokens == pytest.approx(mean_input, abs=1)
     assert statistics.mean_output_tokens == pytest.approx(mean_output, abs=1)
     assert statistics.cached_tokens == pytest.approx(cached, abs=0.001)
+
+
+def test_a_thinned_trace_has_whole_conversations():
+    chains = [[0, 2], [0, 3], [0, 2, 5], [0], [0, 4, 6], [0], [0, 3, 7]]
+    trace = Trace("t", [TraceRequest(i, 512 * len(chain), 1, chain) for i, chain in enumerate(chains)])
+    thinned = trace.thinned(2)
+    assert [request.hash_ids for request in thinned.requests] == [[0, 2], [0, 2, 5], [0, 4, 6]]
+    assert trace.thinned(1).requests == trace.requests
+    with pytest.raises(InvalidError, match="one conversation in 0"):
+        trace.thinned(0)

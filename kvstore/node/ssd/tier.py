@@ -34,6 +34,7 @@ _FILES_NBYTES = (
 )  # what the file system itself needs for a folder and three files, and a short journal
 _JOURNAL_NBYTES_PER_SLOT = 384  # records of a dozen parts twice, and garbage
 _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS = 1.0, 60.0  # after a write that failed
+_COMPACT_FIRST = -1  # instead of a slot
 _SLOTS, _JOURNAL = "slots", "journal"
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class SsdTier:
         num_slots = _num_slots_beside(_foreign_nbytes(folder), ssd_nbytes, slot_nbytes)
         self._stride = _stride(slot_nbytes)
         self._clock = clock
+        self._compacting = threading.Lock()  # comes before the next
         self._changed = threading.Condition()  # guards everything below; notified when a reader leaves
         self._catalog = Catalog(num_slots)
         self._num_open = 0  # slots being written
@@ -165,13 +167,19 @@ class SsdTier:
         """
         widest = Put(key, self.num_slots, len(data), part_nbytes, tuple(crcs), namespace)
         nbytes = len(frame(widest))
-        with self._changed:
-            slot = self._make_room(nbytes) if self.accepts and len(data) <= self._stride else None
-            if slot is None:
-                return None
-            self._num_open += 1
-            self._staged[slot] = nbytes
-            self._staged_nbytes += nbytes
+        if len(data) > self._stride:
+            return None
+        while True:
+            with self._changed:
+                slot = self._make_room(nbytes) if self.accepts else None
+                if slot is None:
+                    return None
+                if slot >= 0:
+                    self._num_open += 1
+                    self._staged[slot] = nbytes
+                    self._staged_nbytes += nbytes
+                    break
+            self._compact()
         try:
             _write_all(self._fd, data, slot * self._stride)
         except OSError as error:
@@ -272,7 +280,7 @@ class SsdTier:
 
     def close(self) -> None:
         """Wait for readers, then close the files; what they hold stays for the next start."""
-        with self._changed:
+        with self._compacting, self._changed:
             if self._closed:
                 return
             self._closed = True
@@ -298,21 +306,40 @@ class SsdTier:
         return False
 
     def _make_room(self, record_nbytes: int) -> int | None:
-        """A slot to write into, with room for its record. Objects give way, least recently used first."""
+        """A slot to write into, with room for its record; `_COMPACT_FIRST` if that needs a shorter journal; None if
+        there is none. Objects give way, least recently used first."""
         record_nbytes += self._staged_nbytes
         while not self._failed:
-            if not self._journal.fits(record_nbytes) and self._journal.fits_compacted(record_nbytes):
-                with self._journal_guard():
-                    self._journal.compact(entry.put for entry in self._catalog.entries())
-            slot = self._catalog.take_slot() if self._journal.fits(record_nbytes) else None
-            if slot is not None:
-                return slot
+            if self._journal.fits(record_nbytes):
+                slot = self._catalog.take_slot()
+                if slot is not None:
+                    return slot
+            elif self._journal.fits_compacted(record_nbytes):
+                return _COMPACT_FIRST
             victim = next(self._catalog.victims(), None)
             if victim is None:
                 return None
             self._counters["evicted"] += 1
             self._gone += [victim.put.key] if self._drop(victim.put.key) else []
         return None
+
+    def _compact(self) -> None:
+        """Shorten the journal. The device is waited for without the lock: nobody who reads or drops waits with it."""
+        with self._compacting:
+            with self._changed:
+                if self._failed or self._closed:
+                    return
+                with self._journal_guard():
+                    self._journal.begin(entry.put for entry in self._catalog.entries())
+            with self._journal_guard():
+                self._journal.sync()
+            with self._changed:
+                with self._journal_guard():
+                    self._journal.end()
+                if self._failed or self._closed:
+                    return
+            with self._journal_guard():
+                self._journal.sync_folder()
 
     def _drop(self, key: bytes) -> bool:
         entry = self._catalog.get(key)
@@ -370,7 +397,8 @@ class SsdTier:
         try:
             yield
         except OSError as error:
-            self._fail(error)
+            with self._changed:
+                self._fail(error)
 
     def _fail(self, error: OSError) -> None:
         self._counters["failed"] += 1

@@ -8,6 +8,7 @@ tracker removes an owner's memory when an attacher exits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -31,6 +32,7 @@ SHM_DIR = "/dev/shm"
 _PREFIX = "mooncake-"
 _FILE_NAME = re.compile(r"mooncake-[0-9]+-[0-9a-f]{16}-[A-Za-z0-9._-]{1,100}")
 _PAGE_NBYTES = mmap.PAGESIZE
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 log = logging.getLogger(__name__)
 
 
@@ -90,10 +92,8 @@ class SharedBuffer:
             self._array: np.ndarray | None = np.frombuffer(self._map, np.uint8)
         except BaseException as error:
             self._remove()
-            if isinstance(error, OSError):
-                raise OSError(
-                    error.errno, f"no {nbytes} bytes of shared memory for {name!r}: {error}"
-                ) from error
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise OSError(error.errno, _no_room(name, nbytes, error)) from error
             raise
         self._array[::_PAGE_NBYTES] = 0
 
@@ -115,6 +115,14 @@ class SharedBuffer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         os.close(self._fd)
+
+
+def _no_room(name: str, nbytes: int, error: OSError) -> str:
+    free = os.statvfs(SHM_DIR)
+    return (
+        f"no {nbytes} bytes of shared memory for {name!r}: {error.strerror} ({free.f_bavail * free.f_frsize} bytes are"
+        f" free in {SHM_DIR}: ask for less, or give it more, in a container by --shm-size)"
+    )
 
 
 @dataclass
@@ -144,9 +152,10 @@ class SharedMemoryPath(Copier):
     @contextmanager
     def use(self, frame: Frame) -> Iterator[memoryview]:
         """Raises TransferError if the segment is not ours to map, or its owner has gone."""
-        yield self._memory(frame.target)
+        yield self.memory(frame.target)
 
-    def _memory(self, target: Segment) -> memoryview:
+    def memory(self, target: Segment) -> memoryview:
+        """The segment, mapped; the mapping lives as long as views of it. Raises TransferError as `use` does."""
         with self._lock:
             found = self._attachments.get(target.shm_path)
             if found is None:

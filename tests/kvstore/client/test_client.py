@@ -286,6 +286,56 @@ def test_a_slow_reader_never_gets_anothers_bytes(cluster, eventually, host_id: s
     lease.close()
 
 
+def test_views_are_the_owners_bytes_in_place(cluster):
+    a = cluster.node("a")
+    keys, data = blocks(3)
+    cluster.client(a).put(keys[:2], data[:2], PART)
+    cluster.settle()
+    with cluster.client(host_id="host-a").lease(keys, "a") as lease:
+        with lease.views([1, 0]) as views:
+            assert [bytes(view) for view in views] == [data[1], data[0]]
+            assert all(view.readonly for view in views)
+            where = np.frombuffer(a.node._store.view(a.node._store._pool.find(keys[1])), np.uint8)
+            where[3] ^= 1  # no other way to see that it is the same memory
+            assert views[0][3] == data[1][3] ^ 1
+            where[3] ^= 1
+        with pytest.raises(InvalidError, match="not held"), lease.views([2]):
+            pass
+    with (
+        cluster.client(host_id="elsewhere").lease(keys[:2], "a") as lease,
+        pytest.raises(UnavailableError, match="host 'host-a'"),
+        lease.views([0]),
+    ):
+        pass
+
+
+def test_who_looks_at_views_for_longer_than_the_lease_is_told(cluster, eventually):
+    """The reader was stopped, say; meanwhile its objects gave way to others. Both guards tell, the generations of the
+    slots and the time of the lease."""
+    a = cluster.node("a", num_slots=2, lease_seconds=0.1)
+    keys, data = blocks(4)
+    home, near = cluster.client(a), cluster.client(host_id="host-a")
+    home.put(keys[:2], data[:2], PART)
+    cluster.settle()
+    lease = near.lease(keys[:2], "a")
+    lease._expires = time.monotonic() + 600  # as if its clock stood still
+    with pytest.raises(StaleError, match="not what was leased"), lease.views([0, 1]) as views:  # noqa: PT012
+        assert [bytes(view) for view in views] == data[:2]
+        eventually(lambda: a.node.stats()["leases"] == 0)
+        assert home.put(keys[2:], data[2:], PART) == ["stored"] * 2
+        assert [bytes(view) for view in views] != data[:2]
+    with pytest.raises(StaleError, match="not what was leased"), lease.views([0]):
+        pass
+    later = near.lease(keys[2:], "a")
+    later._expires = time.monotonic() + 600
+    with pytest.raises(StaleError, match="is over"), later.views([0, 1]):
+        later._expires = time.monotonic()
+    with pytest.raises(StaleError, match="is over"), later.views([0]):
+        pass
+    lease.close()
+    later.close()
+
+
 def test_leases_of_an_unknown_and_of_a_restarted_node(cluster, eventually):
     a = cluster.node("a")
     keys, data = blocks(2)

@@ -44,6 +44,21 @@ def test_removing_what_was_never_held_is_no_error():
     assert index.nodes == ["a"]
 
 
+def test_what_another_node_continues():
+    index = PrefixIndex()
+    index.add("prompt", CHAIN[:3])
+    index.add("copy", CHAIN[:2])
+    index.add("answer", CHAIN[3:6])
+    index.add("shorter", CHAIN[3:5])
+    assert index.continued(CHAIN, index.lengths(CHAIN)) == 3
+    assert index.continued(CHAIN[:4], index.lengths(CHAIN[:4])) == 1
+    assert index.continued(CHAIN[:3], index.lengths(CHAIN[:3])) == 0
+    assert index.continued(CHAIN[3:], index.lengths(CHAIN[3:])) == 0  # a run of its own
+    index.remove("answer", CHAIN[3:4])
+    assert index.continued(CHAIN, index.lengths(CHAIN)) == 2
+    assert index.continued(CHAIN, {}) == 0
+
+
 NODES = ("a", "b", "c")
 STEPS = st.lists(
     st.tuples(
@@ -103,3 +118,14 @@ def test_many_nodes():
     for number in range(200):
         index.add(f"n{number}", chain[: number // 2])
     assert (index.lengths(chain)) == {f"n{number}": number // 2 for number in range(2, 200)}
+
+
+def test_who_else_holds_a_key():
+    index = PrefixIndex()
+    index.add("a", CHAIN[:2])
+    index.add("b", CHAIN[1:3])
+    assert index.held(CHAIN[:4]) == [True, True, True, False]
+    assert index.held(CHAIN[:4], but="a") == [False, True, True, False]
+    assert index.held(CHAIN[:1], but="a stranger") == [True]
+    index.forget("b")
+    assert index.held(CHAIN[:4], but="a") == [False] * 4

@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.block import BlockFormat
+from launch.benchmarks.million_keys import ROWS, directory_rows
 from launch.benchmarks.options import Options
 from launch.benchmarks.store import SMALL_BATCH, SMOLLM2, Load, store_rows
 from models.config import PRESETS
@@ -58,6 +59,15 @@ def test_rows_units_and_what_the_peer_is_compared_by():
 def test_only_the_rows_asked_for_and_no_peer():
     (row,) = store_rows(Options(True, None, "", ("exists_fresh",)), TINY, None)
     assert (row.name, row.peer, row.ratio, row.peer_name) == ("exists_fresh", None, None, None)
+
+
+def test_the_rows_of_a_large_directory_come_from_one_that_was_filled():
+    rows = {row.name: row for row in directory_rows(Options(True, None, "", ()), 20_000)}
+    assert tuple(rows) == ROWS
+    assert all(row.ours > 0 and row.better == "lower" for row in rows.values())
+    assert rows["replica_memory"].unit == rows["directory_memory"].unit == "B/key"
+    assert 50 < rows["replica_memory"].ours < 5000
+    assert list(directory_rows(Options(True, None, "", ("batch_put",)), 20_000)) == []
 
 
 def test_the_blocks_have_the_layout_that_the_prefill_engine_stores():

@@ -20,7 +20,7 @@ from mooncake_jax.trace import write_trace
 ROOT = Path(__file__).parents[3]
 PUBLIC = Path(os.environ.get("MOONCAKE_TRACES", ROOT.parent / "shared" / "traces"))
 KINDS = {"conversation": "conversation", "synthetic": "document", "toolagent": "agent"}
-SIMULATED = sorted(path.stem for path in CONFIGS.glob("fig*.py") if path.stem != "fig12")
+SIMULATED = sorted(path.stem for path in CONFIGS.glob("fig*.py"))
 
 
 @pytest.fixture(scope="module")

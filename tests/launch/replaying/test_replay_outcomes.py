@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from launch.replaying.outcome import Outcome, Slo, summarize, write_csv
+from launch.replaying.outcome import Outcome, Slo, plotted, summarize, write_csv
 from launch.replaying.targets import Tokens
 
 ANSWERED = [
@@ -52,3 +52,19 @@ def test_a_csv_has_a_line_per_arrival(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["index"] for row in rows] == ["0", "1", "2", "3", "4", "5"]
     assert (rows[1]["ttft_seconds"], rows[5]["error"]) == ("3.0", "gone")
+
+
+def test_a_plot_has_what_was_answered_and_what_was_not():
+    outcomes = [
+        Outcome(0, 2.0, 0.0, "ok", 8, 3, ttft_seconds=0.5, mean_tbt_seconds=0.1),
+        Outcome(1, 1.0, 0.0, "ok", 8, 3, ttft_seconds=0.25, mean_tbt_seconds=0.2),
+        Outcome(2, 3.0, 0.0, "rejected", 8),
+        Outcome(3, 4.0, 0.0, "rejected", 8),
+    ]
+    ttft, tbt, lost = plotted(outcomes, "t").panels
+    assert (ttft.series[0].x, ttft.series[0].y) == ([1.0, 2.0], [0.25, 0.5])
+    assert tbt.series[0].y == [0.2, 0.1]
+    assert [(one.name, one.x, one.y) for one in lost.series] == [
+        ("rejected", [3.0, 4.0], [1, 2]),
+        ("failed", [], []),
+    ]

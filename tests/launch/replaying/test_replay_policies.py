@@ -34,7 +34,7 @@ def test_a_difference_has_an_interval_around_it():
 
 def test_arrivals_are_drawn_anew_in_order_over_the_same_span():
     sent = [Line(i, 2.0 * i, [i], 1) for i in range(50)]
-    first, again, other = (drawn_arrivals(sent, seed) for seed in (1, 1, 2))
+    first, again, other = (drawn_arrivals(sent, seed, 98.0) for seed in (1, 1, 2))
     assert first == again != other
     times = [line.at_seconds for line in first]
     assert times == sorted(times)
@@ -52,7 +52,7 @@ def test_rows_say_who_is_ahead():
         "random": run_of(base - 1.0),
     }
     rows = {row.quantity: row for row in figure("t", "emulated", outcomes, ()).rows}
-    assert rows["mean TTFT, load"].ours == 3.0
+    assert next(row.ours for name, row in rows.items() if name.startswith("mean TTFT, load [")) == 3.0
     assert rows["prompt tokens reused, global"].ours == pytest.approx(40.0)
     assert rows["global < load, the interval clear of 0"].verdict == "inside"
     assert rows["global < random, the interval clear of 0"].verdict == "outside"

@@ -61,6 +61,53 @@ def test_requests_go_out_at_their_times_whatever_became_of_the_others():
     assert arrived[3] - arrived[0] > 0.03
 
 
+class Stalling:
+    """Holds up the whole client while it sends its first line."""
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def send(self, line, outcome):
+        if line.index == 0:
+            time.sleep(0.3)
+        return outcome
+
+
+def test_a_client_that_is_late_says_so():
+    got = asyncio.run(replay(Stalling(), [Line(i, 0.001 * i, [i], 1) for i in range(3)], ignore))
+    assert [one.index for one in got] == [0, 1, 2]
+    assert min(got[1].lag_seconds, got[2].lag_seconds) > 0.2
+
+
+def test_a_stream_that_breaks_off_is_no_answer():
+    async def completions(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        if (await request.json())["prompt"] == [1]:
+            await response.write(b"data: {}" + b" " * (1 << 20) + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/v1/completions", completions)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        target = OpenAITarget(f"http://127.0.0.1:{runner.addresses[0][1]}", "m")
+        try:
+            return await replay(target, [Line(i, 0.0, [i], 2) for i in range(2)], ignore)
+        finally:
+            await runner.cleanup()
+
+    broken, endless_line = asyncio.run(run())
+    assert (broken.status, broken.error) == ("failed", "the stream broke off")
+    assert endless_line.status == "failed"
+
+
 def test_a_conductor_serves_a_replay_and_tells_what_was_reused():
     Z = FORMAT.block_tokens
     prefix = list(range(4 * Z))

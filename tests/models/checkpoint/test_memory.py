@@ -108,4 +108,4 @@ def ours(tensors, tmp_path_factory):
 @pytest.mark.parametrize("place", ["numpy", "placed"])
 def test_our_own_checkpoint(ours, place):
     """Orbax holds what it restores at a time, 8 MB here, more than once."""
-    assert 0.9 < peak(ours / "large", "bfloat16", place, first=(ours / "small",)) < 1.25
+    assert 0.9 < peak(ours / "large", "bfloat16", place, first=(ours / "small",)) < 1.3

@@ -85,10 +85,13 @@ class Cluster:
         keys = self.keys(tokens)
         held = self.index.lengths(keys)
         on_ssd = self.index.num_on_ssd(keys, held)
-        return self.conductor.place(request, keys, held, on_ssd=on_ssd, avoid=avoid, now=self.now)
+        continued = self.index.continued(keys, held)
+        return self.conductor.place(
+            request, keys, held, on_ssd=on_ssd, continued=continued, avoid=avoid, now=self.now
+        )
 
-    def end(self, request_id: str, phase="all", ok=True, seconds=0.0) -> None:
-        self.conductor.end(RequestEnd(request_id, phase, ok, seconds), self.now)
+    def end(self, request_id: str, phase="all", ok=True, seconds=0.0, **told) -> None:
+        self.conductor.end(RequestEnd(request_id, phase, ok, seconds, **told), self.now)
 
     def queue_seconds(self) -> list[float]:
         return [max(0.0, until - self.now) for until in self.conductor.view.prefill.busy_until.tolist()]

@@ -10,6 +10,7 @@ from mooncake_jax.conductor.config import ScheduleConfig
 from mooncake_jax.conductor.estimate import CostModel
 
 LONG = list(range(1600))  # 100 blocks
+BLOCK_NBYTES = BlockFormat(2, 1, 4, 16, "float32", 1).nbytes
 SLOW_LINKS = CostModel(transfer_nbytes_per_second=1e6)
 
 
@@ -283,6 +284,53 @@ def test_a_prefill_that_waited_for_a_fetch_teaches_nothing(make_cluster):
 
 
 # --- instances that die, come back, or do not belong
+
+
+def test_more_reuse_than_forecast_is_not_taken_for_speed(make_cluster):
+    cluster = make_cluster(prefill=1, decode=1)
+    for reused, fetched in ((256, 0), (0, 0), (256, 256)):
+        placement = cluster.place(range(320))
+        assert placement.local_blocks == 0
+        seconds = (320 - reused) * 1e-3
+        cluster.end(
+            placement.request_id, "prefill", True, seconds, cached_tokens=reused, fetched_tokens=fetched
+        )
+        cluster.end(placement.request_id)
+        cluster.now += 10.0
+        cluster.beat_all()
+    assert cluster.conductor.view.prefill.factor.item(0) == pytest.approx(1.0)
+    slow = cluster.place(range(320))
+    cluster.end(slow.request_id, "prefill", True, 2 * 64e-3, cached_tokens=256, fetched_tokens=0)
+    assert cluster.conductor.view.prefill.factor.item(0) == pytest.approx(2.0**0.1)
+
+
+def test_own_blocks_on_ssd_take_their_time(make_cluster):
+    cluster = make_cluster(prefill=2, decode=1)
+    cluster.hold("p0-home", range(320), tier="ssd")
+    cluster.hold("p1-home", range(320))
+    placement = cluster.place(range(321))
+    assert (placement.prefill.name, placement.local_blocks) == ("p1", 20)
+    away = cluster.place(range(321), avoid=["p1"])
+    assert (away.prefill.name, away.local_blocks) == ("p0", 20)
+    seconds = 20 * BLOCK_NBYTES / cluster.config.schedule.cost.ssd_nbytes_per_second
+    assert away.ttft_forecast_seconds == pytest.approx(1e-3 + seconds)
+    assert cluster.replays(cluster.config.schedule)
+
+
+def test_an_answer_that_decode_holds_shortens_the_forecast(make_cluster):
+    """Prefill continues the prompt's blocks with those of the answer, whose holder has not the first block."""
+    cluster = make_cluster(prefill=2, decode=1)
+    tokens = list(range(320))
+    cluster.hold("p0-home", tokens[:160])
+    cluster.index.add("d0-home", cluster.keys(tokens)[10:16])
+    placement = cluster.place(tokens)
+    assert (placement.prefill.name, placement.local_blocks) == ("p0", 10)
+    transfer = 6 * BLOCK_NBYTES / cluster.config.schedule.cost.transfer_nbytes_per_second
+    assert placement.ttft_forecast_seconds == pytest.approx(64e-3 + transfer)
+    booking = cluster.conductor.bookings.get(placement.request_id)
+    assert booking is not None
+    assert booking.computed_tokens == 64
+    assert cluster.replays(cluster.config.schedule)
 
 
 def test_missing_heartbeats_drop_an_instance_with_its_bookings(make_cluster):

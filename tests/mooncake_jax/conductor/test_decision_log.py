@@ -10,7 +10,14 @@ import pytest
 
 from kvstore.errors import InvalidError, RefusedError
 from mooncake_jax.conductor.config import ScheduleConfig
-from mooncake_jax.conductor.decision_log import DecisionLog, read_decision_log, replay
+from mooncake_jax.conductor.decision_log import (
+    DecisionLog,
+    DecisionRecord,
+    EndRecord,
+    read_decision_log,
+    read_log,
+    replay,
+)
 from mooncake_jax.conductor.view import Changes
 
 
@@ -105,3 +112,20 @@ def test_a_full_disk_ends_the_file_and_nothing_else(make_cluster, caplog):
     assert len(busy_hour(cluster)) == 120
     assert "placing goes on" in caplog.text
     assert len(cluster.log.records()) == 120
+
+
+def test_a_file_also_tells_when_phases_ended(make_cluster, tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    cluster = make_cluster()
+    log = DecisionLog(cluster.config.schedule, num_records=4, path=str(path))
+    cluster.conductor.log = cluster.log = log
+    first, second = cluster.place(range(64)), cluster.place(range(100, 164))
+    cluster.now += 2.0
+    cluster.end(second.request_id, "prefill", seconds=1.5)
+    cluster.end(first.request_id)
+    log.close()
+    _, records = read_log(path)
+    assert [type(record) for record in records] == [DecisionRecord, DecisionRecord, EndRecord, EndRecord]
+    assert [record.end.request_id for record in records[2:]] == [second.request_id, first.request_id]
+    assert records[2].end.seconds == 1.5
+    assert records[2].now == cluster.now

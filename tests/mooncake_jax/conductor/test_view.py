@@ -74,7 +74,7 @@ def test_derived_columns_follow_rows_and_settings():
     ten, two = [10], [2]
     for slot, name in enumerate(("a", "b")):
         view.put_prefill(slot, PrefillRow(name, True, 100, 1, slot + 1, 0.0, 1.0))
-    assert view.prefill.derived(derive, ten).tolist() == [[10.0, 20.0], [1.0, 1.0]]
+    assert [column.tolist() for column in view.prefill.derived(derive, ten)] == [[10.0, 20.0], [1.0, 1.0]]
     view.put_prefill(1, PrefillRow("b", True, 100, 1, 5, 0.0, 1.0))
     assert view.prefill.derived(derive, ten)[0].tolist() == [10.0, 50.0]
     assert calls == ["a", "b", "b"]

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from models import draw as draws
+from models.draw import MAX_TOP
 from mooncake_jax.engine.contract import BatchRows, GroupKV
 from mooncake_jax.engine.store_memory import StoreMemory
 from mooncake_jax.request import Sampling
@@ -70,6 +71,29 @@ def test_first_token_equals_the_dense_reference(pair, length):
     expected = pair.dense(PROMPT[:length])[-1]
     assert drawn.token == expected.argmax()
     assert drawn.logprob == pytest.approx(expected.max(), abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [2, 16, 17, 32, 33, 75])
+@pytest.mark.parametrize(("name", "tolerance"), [("pair", 1e-4), ("bf16_pair", 0.1)])
+def test_scores_of_a_prompt_are_those_of_the_dense_reference(request, name, tolerance, length):
+    """Tiles split over four and two devices by columns (to 16 tokens) and by rows, whole and in part."""
+    pair = request.getfixturevalue(name)
+    engine, scores = pair.prefill, []
+    before = engine.compiles_after_ready
+    for at in range(0, length, engine.tile_tokens):
+        targets = PROMPT[at + 1 : min(at + engine.tile_tokens + 1, length)]
+        if not targets.size:
+            break
+        items = engine.prefill(0, PROMPT[at : at + engine.tile_tokens][: length - at], at, targets=targets)
+        scores.append(list(items)[-1])
+    assert engine.compiles_after_ready == before
+    logprobs, top_tokens, top_logprobs = map(np.concatenate, zip(*scores, strict=True))
+    dense = pair.dense(PROMPT[:length])[:-1]
+    np.testing.assert_allclose(logprobs, dense[np.arange(length - 1), PROMPT[1:length]], atol=tolerance)
+    np.testing.assert_allclose(top_logprobs, -np.sort(-dense, axis=1)[:, :MAX_TOP], atol=tolerance)
+    of_top = np.take_along_axis(dense, top_tokens, 1)
+    np.testing.assert_allclose(of_top, top_logprobs, atol=tolerance)
+    assert all(len(set(row)) == MAX_TOP for row in top_tokens.tolist())
 
 
 @pytest.mark.parametrize("prefix_blocks", [1, 3, 4])

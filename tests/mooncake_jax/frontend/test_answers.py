@@ -14,6 +14,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "Zwölf Boxkämpfer 🥊 jagen Viktor quer über den großen Sylter Deich"
 
 
@@ -91,9 +92,12 @@ def test_usage_only_when_asked_and_last(serve):
     with serve(ScriptedBackend("ab")) as client:
         for options in ({}, {"stream_options": None}, {"stream_options": {"include_usage": False}}):
             assert all("usage" not in event for event in client.stream(**options))
-        last = client.stream(stream_options={"include_usage": True})[-1]
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 3
+        for path, fields in ((COMPLETIONS, {}), (CHAT, {"messages": [{"role": "user", "content": "hi"}]})):
+            *chunks, last = client.stream(path, stream_options={"include_usage": True}, **fields)
+            assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+            assert chunks
+            assert last["choices"] == []
+            assert last["usage"]["completion_tokens"] == 3
 
 
 def test_chat_whole_and_streamed(serve):

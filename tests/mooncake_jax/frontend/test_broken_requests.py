@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+import zlib
 
 import pytest
 from fakes.answers import ScriptedBackend
@@ -10,6 +11,7 @@ from fakes.answers import ScriptedBackend
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMIT = 200
 CANARY = "canary"
+COMPRESSED = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
 def raw(**fields):
@@ -116,6 +118,10 @@ def test_not_json_or_no_object(client, path, body):
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"cache_salt": 5}, "cache_salt"),
         ({"user": []}, "user"),
@@ -177,6 +183,9 @@ def test_a_wrong_field_is_named(client, fields, param):
         ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": []}, "tools"),
+        ({"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}, "messages[0].refusal"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"prompt_cache_options": {}}, "prompt_cache_options"),
         ({"prompt": "hi"}, "prompt"),
     ],
     ids=lambda value: str(value)[:60],
@@ -272,9 +281,16 @@ def test_wrong_method_path_and_content_type(client):
 
 def test_a_body_over_the_limit_is_413(client):
     check(client.post(COMPLETIONS, raw(prompt="x" * (1 << 20))), 413, None)
-    bomb = gzip.compress(raw(prompt="x" * (20 << 20)))
-    assert len(bomb) < 1 << 20
-    check(client.post(COMPLETIONS, bomb, **{"Content-Encoding": "gzip"}), 413, None)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_compressed_body_over_the_limit_is_413(client, encoding):
+    for size in (1 << 20, 200 << 20):
+        bomb = COMPRESSED[encoding](b'{"model":"fake","prompt":"' + b"x" * size + b'"}')
+        assert len(bomb) < 1 << 20
+        check(client.post(COMPLETIONS, bomb, **{"Content-Encoding": encoding}), 413, None, "body_too_large")
+    members = gzip.compress(b"x" * (1 << 19)) * 3
+    check(client.post(COMPLETIONS, members, **{"Content-Encoding": "gzip"}), 413, None, "body_too_large")
 
 
 def test_a_huge_declared_length_is_refused_without_reading_it(client):
@@ -286,6 +302,51 @@ def test_a_huge_declared_length_is_refused_without_reading_it(client):
         assert sock.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_is_not_what_its_encoding_says(client):
-    status, _, _ = client.post(COMPLETIONS, b"no gzip at all", **{"Content-Encoding": "gzip"})
-    assert 400 <= status < 500
+def test_a_body_that_does_not_come_is_not_waited_for(client, monkeypatch):
+    monkeypatch.setattr("mooncake_jax.frontend.body.BODY_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 1000\r\n\r\n{"model":'
+        )
+        received = b""
+        while b"}}" not in received and (part := sock.recv(4096)):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+    monkeypatch.undo()  # the canary after this is not that fast
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_is_not_what_its_encoding_says(client, encoding):
+    good = COMPRESSED[encoding](raw())
+    for body in (b"no gzip at all", good[:-4], good + b"rubbish"):
+        check(client.post(COMPLETIONS, body, **{"Content-Encoding": encoding}), 400, None, "invalid_body")
+    check(client.post(COMPLETIONS, b"", **{"Content-Encoding": encoding}), 400, None, "invalid_json")
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip", "identity, x", "nonsense"])
+def test_an_encoding_that_is_not_decoded_is_named(client, encoding):
+    for body in (raw(), gzip.compress(raw())):
+        reply = client.post(COMPLETIONS, body, **{"Content-Encoding": encoding})
+        assert encoding in check(reply, 415, None, "unsupported_content_encoding")
+
+
+def test_a_compressed_body_is_read(serve):
+    with serve(ScriptedBackend(CANARY)) as client:
+        for encoding, body in (
+            ("gzip", gzip.compress(raw(max_tokens=9))),
+            ("GZip", gzip.compress(raw(max_tokens=9))),
+            ("gzip", gzip.compress(raw(max_tokens=9)[:7]) + gzip.compress(raw(max_tokens=9)[7:])),
+            ("deflate", zlib.compress(raw(max_tokens=9))),
+            ("identity", raw(max_tokens=9)),
+        ):
+            status, _, reply = client.post(COMPLETIONS, body, **{"Content-Encoding": encoding})
+            assert status == 200, reply
+            assert reply["choices"][0]["text"] == CANARY
+
+
+def test_a_body_in_many_pieces_is_refused_before_they_are_all_read(client):
+    pieces = gzip.compress(b"") * 10_000
+    check(client.post(COMPLETIONS, pieces, **{"Content-Encoding": "gzip"}), 400, None, "invalid_body")

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fakes.answers import EOS, ByteTokenizer, ScriptedBackend
+from fakes.answers import EOS, ByteDetokenizer, ByteTokenizer, ScriptedBackend
 
 from kvstore.errors import ExhaustedError
 from mooncake_jax.request import Bias
@@ -180,6 +180,44 @@ def test_other_requests_go_on_while_many_log_probabilities_are_written(serve, st
         else:
             told = reply["choices"][0]["logprobs"]["token_logprobs"]
         assert told == ([None, *[-1.5] * 199] if "echo" in fields else [-0.5] * 200)
+
+
+class SlowPieces(ByteTokenizer):
+    """Reads no `y` until `others_went_on`."""
+
+    def __init__(self):
+        self.reading, self.others_went_on = threading.Event(), threading.Event()
+
+    def detokenizer(self, *, continues=False):
+        return SlowDetokenizer(self)
+
+
+class SlowDetokenizer(ByteDetokenizer):
+    def __init__(self, tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def push(self, token_ids):
+        if ord("y") in token_ids:
+            self._tokenizer.reading.set()
+            assert self._tokenizer.others_went_on.wait(20), "nothing else could be served meanwhile"
+        return super().push(token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+def test_other_requests_go_on_while_a_long_prompt_is_echoed(serve, stream, logprobs):
+    tokenizer, backend = SlowPieces(), ScriptedBackend("x" * 5)
+    fields = {"prompt": "y" * 300, "echo": True, "logprobs": logprobs, "max_tokens": 2, "stream": stream}
+    with serve(backend, tokenizer) as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/v1/completions", fields)
+        assert tokenizer.reading.wait(20)
+        assert choice_texts(client.stream(max_tokens=5), 1) == ["x" * 5]
+        tokenizer.others_went_on.set()
+        status, _, reply = asked.result()
+        assert status == 200
+        if not stream:
+            assert reply["choices"][0]["text"] == "y" * 300 + "xx"
 
 
 def test_chat_tells_the_most_likely_tokens(serve):

@@ -94,6 +94,17 @@ def _content(chunk):
     return logprobs.content if logprobs else []
 
 
+def test_an_answer_goes_into_the_next_request_as_it_came(serve):
+    with official(serve) as openai:
+        first = openai.chat.completions.create(model="fake", messages=CHAT)
+        messages = [*CHAT, first.choices[0].message, *CHAT]
+        assert (
+            openai.chat.completions.create(model="fake", messages=messages).choices[0].message.content == TEXT
+        )
+        for said in (first.choices[0].message.model_dump(), first.choices[0].message.to_dict()):
+            openai.chat.completions.create(model="fake", messages=[*CHAT, said, *CHAT])
+
+
 def test_async_client(serve):
     async def ask(client):
         async with AsyncOpenAI(**settings(client)) as openai:

@@ -261,7 +261,10 @@ def test_a_fetch_tells_how_long_its_bytes_took(store):
     assert prefix.begin() == 4
     store.check_bytes(prefix)
     prefix.close()
-    (fetched,) = store.times.take()
+    (fetched,), num_told = store.times.since(0)
     assert (fetched.node, fetched.nbytes) == ("other", 4 * FORMAT.nbytes)
     assert 0.0 < fetched.seconds < 60.0
-    assert store.times.take() == []
+    assert store.times.since(num_told) == ([], num_told)
+    store.times.add("third", 1, 2.0)
+    assert [one.node for one in store.times.since(num_told)[0]] == ["third"]
+    assert [one.node for one in store.times.since(0)[0]] == ["other", "third"]  # to another Conductor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,6 +140,36 @@ def test_disk_use_stays_under_the_cap_at_all_times(
     assert tier.stats()["ssd_failed"] == 0
     last = keys(1500)[-1]
     assert get(tier, last) == content(last, nbytes)
+
+
+def test_a_compaction_holds_up_nobody_who_drops(open_tier: Open, folder: Path, monkeypatch):
+    """Its sync may take seconds. What is dropped meanwhile stays dropped, and the cap holds."""
+    cap, began, may_end, sync = 400_000, threading.Event(), threading.Event(), os.fsync
+
+    def slow(fd: int) -> None:
+        began.set()
+        assert may_end.wait(200)
+        sync(fd)
+
+    monkeypatch.setattr(journal_file.os, "fsync", slow)
+    tier = open_tier(cap, 4096)
+    writer = threading.Thread(target=put, args=(tier, keys(1500), 4000))
+    writer.start()
+    assert began.wait(200)
+    dropped = tier.keys()[::2]
+    for key in dropped:
+        assert tier.drop(key)
+        assert used(folder) <= cap
+    assert (folder / "journal.new").exists()
+    assert len(dropped) > 10
+    assert not set(dropped).intersection(tier.keys())
+    may_end.set()
+    writer.join()
+    held = tier.keys()
+    tier = open_tier(cap, 4096)
+    assert set(tier.keys()) == set(held)
+    assert [get(tier, key) for key in held] == [content(key, 4000) for key in held]
+    assert not set(dropped).intersection(held)
 
 
 def test_a_foreign_file_counts_and_a_lower_cap_is_kept(open_tier: Open, folder: Path):
