@@ -11,8 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAM = textwrap.dedent(
     """
+    import signal
     import time
     from launch.process import run_main, stop_on_signals
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
     def main(_):
         if {handled}:
