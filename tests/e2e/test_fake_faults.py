@@ -70,7 +70,7 @@ def test_cancelled_at_any_moment_all_is_freed():
 
 
 def test_a_bad_handle_is_an_error_and_is_counted():
-    decode = DecodeConfig(staging_nbytes=1 << 20, staging_lease_seconds=0.3, quarantine_seconds=0.1)
+    decode = DecodeConfig(staging_nbytes=1 << 20, staging_lease_seconds=2.0, quarantine_seconds=0.1)
     with LocalCluster(num_prefill=1, num_decode=1, decode=decode) as cluster:
         tokens = prompt(3 * Z)
         call = cluster.call(tokens)
