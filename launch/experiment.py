@@ -29,7 +29,8 @@ from launch.figures.render import count, table, write_csv, write_png
 from launch.figures.report import measured_page, results_page
 from launch.figures.result import Figure
 from launch.huge_pages import use_huge_pages
-from launch.process import UsageError, run_main
+from launch.process import UsageError, run_main, stop_on_signals
+from launch.supervisor import END_SECONDS
 from mooncake_jax.cost_model import CostModelFile
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -58,6 +59,7 @@ _REQUESTS = flags.DEFINE_integer("requests", 0, "Only the first so many of each 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UsageError(f"unexpected argument {argv[1]!r}")
+    stop_on_signals(END_SECONDS)  # a cluster that a config started ends with it
     modules = {name: load(name) for name in _named(_CONFIG.value)}
     try:
         assumptions = Assumptions.load()

@@ -1,11 +1,12 @@
 """Policies on two real prefill processes of this machine: SmolLM2-135M, a core each, answers of one token.
 
-Claim: `global` is ahead of `load` and of `random` with the 95 % interval of the paired difference clear of 0, and at most
-5 % behind `local`. The conversation trace scaled down: one conversation in 64, whole (36.6 % of its blocks are repeated,
-as in the whole trace), the first 110 requests of these; every block of 512 tokens is one of 32, and lengths shrink alike,
-so who shares which prefix stays as it is. Arrivals are drawn evenly, once per seed, over the time in which two instances
-that reuse nothing would be busy to 70 %, by the profile of this machine. The nodes' DRAM holds about half of the blocks.
-The Conductors forecast with the profile in `run/real_policies/cost.json`, which is measured first if it is not there.
+Claim: `global` is ahead of `load` and of `random` with the 95 % interval of the paired difference clear of 0, and at most 5
+% behind `local`. The conversation trace scaled down: one conversation in 64, whole (of all 177 such requests 36.6 % of the
+blocks are repeated, as in the whole trace; of those sent about 31 %), the first 110 requests of these; every block of 512
+tokens is one of 32, and lengths shrink alike, so who shares which prefix stays as it is. Arrivals are drawn evenly, once
+per seed, over the time in which two instances that reuse nothing would be busy to 70 %, by the profile of this machine. The
+nodes' DRAM holds about half of the blocks. The Conductors forecast with the profile in `run/real_policies/cost.json`, which
+is measured first if it is not there.
 
     python -m launch.experiment --config=real_policies --results=docs/real_policies.md    # 12 minutes on 2 quiet cores
 """

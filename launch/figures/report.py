@@ -34,20 +34,11 @@ of fidelity. A row is not gated where the paper leaves open what decides it, or 
   gate of 0.96;
 - the gate of Figure 14's decode bars is the range read off the page, 3.5 to 4.5 s, not ±3 % of each bar (128k is off by
   -12 %);
-- Figure 11's 'never more with a lower rank' is not gated for the synthetic trace, where it does not hold here (nor in the
-  paper's own panel); that the coldest has the fewest replicas and the hottest more is gated in its place;
 - the ranges of the assumptions were narrowed to what a run of a few minutes can try.
 
 Curves are in `build/figures/*.csv` and `*.png` after `make figures`. 'range over assumptions' is the least and the most
 over everything that the paper leaves open and the figure varies, one thing at a time.
 """
-
-_HEAD_OF_RUNS = """# Results of runs on one machine
-
-Made by `python -m launch.experiment`; do not edit. Rows are **{kinds}**. Verdicts: {inside} inside their tolerance,
-{outside} outside, {report} only reported.
-"""
-
 
 _MEASURED = """# {title}
 
@@ -77,12 +68,11 @@ def measured_page(name: str, figure: Figure, module: ModuleType, machine: str) -
 def results_page(
     figures: Mapping[str, Figure], modules: Mapping[str, ModuleType], lab: Lab, assumptions: Assumptions
 ) -> str:
-    """Markdown; of simulated figures, nothing in it depends on the machine or the time of day."""
+    """Markdown of simulated and computed figures: nothing in it depends on the machine or the time of day."""
     inside, outside, report = count(list(figures.values()))
-    reproduces = any(figure.kind in ("simulated", "computed") for figure in figures.values())
     kinds = " or ".join(sorted({figure.kind for figure in figures.values()}))
     parts = [
-        (_HEAD if reproduces else _HEAD_OF_RUNS).format(
+        _HEAD.format(
             kinds=kinds,
             model=lab.file.name,
             description=lab.file.description,
@@ -107,10 +97,7 @@ def results_page(
             f"## Left out\n\n{', '.join(left_out)}: the trace was not here; give it by `--traces` "
             "(see `python -m launch.fetch_traces`).\n"
         )
-    if {figure.kind for figure in figures.values()} != {"measured"}:
-        parts.append(_constants(lab))
-    if reproduces:
-        parts.append(_assumptions(assumptions))
+    parts += [_constants(lab), _assumptions(assumptions)]
     return "\n".join(parts)
 
 

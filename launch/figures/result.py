@@ -53,7 +53,6 @@ def between(low: float, high: float) -> Gate:
 
 
 HOLDS = Gate("holds", lambda paper, ours: ours == 1.0)  # a statement: 1 if it is true
-TOLD = Gate("yes or no, not gated", None)  # a statement that is only reported
 
 
 class Expected(NamedTuple):
@@ -87,7 +86,7 @@ class Row:
     @property
     def states(self) -> bool:
         """A statement, which is true or not."""
-        return self.gate in (HOLDS, TOLD)
+        return self.gate is HOLDS
 
     @property
     def verdict(self) -> Verdict:

@@ -59,6 +59,39 @@ def test_a_burst_at_both_is_balanced_and_their_books_are_empty_afterwards():
             )
 
 
+def test_one_knows_what_the_other_placed():
+    held, go_on = threading.Event(), threading.Event()
+
+    def wait(slot: int, start: int, group: int) -> None:
+        if not held.is_set():
+            held.set()
+            assert go_on.wait(60)
+
+    with (
+        LocalCluster(
+            num_prefill=2,
+            num_decode=1,
+            num_conductors=2,
+            prefill_engine=lambda: FakePrefillEngine(before_group=wait),
+        ) as cluster,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        one, other = cluster.conductors
+        running = pool.submit(send, [one.address], lines(0, 1))
+        try:
+            assert held.wait(60)
+            wait_until(
+                lambda: any(load.request_ids for load in other.cluster(Empty()).loads),
+                "the other heard of it",
+            )
+            outcomes = [send([other.address], lines(100 + i, 1))[0] for i in range(4)]
+        finally:
+            go_on.set()
+        busy = running.result(timeout=60)[0]
+        assert [outcome.status for outcome in (busy, *outcomes)] == ["ok"] * 5
+        assert busy.prefill not in {outcome.prefill for outcome in outcomes}
+
+
 def test_one_that_dies_leaves_nothing_and_the_other_takes_over():
     computing = threading.Event()
 

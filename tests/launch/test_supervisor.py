@@ -206,7 +206,7 @@ def test_children_end_with_their_parent(tmp_path, number):
 
 
 def test_a_parent_waits_for_a_child_that_takes_all_the_time_it_has(tmp_path):
-    """Such as one that compiles when Ctrl-C comes: it is killed by its alarm, and its memory is removed."""
+    """Such as one that compiles when Ctrl-C comes: it is killed when its grace is over, and its memory is removed."""
     with parent_of(tmp_path, "busy", "grace_seconds=1.0", "20.0") as (parent, pid):
         parent.send_signal(signal.SIGINT)
         code = parent.wait(30)
